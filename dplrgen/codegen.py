@@ -1,0 +1,630 @@
+"""The back half: a variant's plans printed as one standalone Python file.
+
+Templates are kernel skeletons; equations come from the plan, one statement a bound value, by a table keyed by op. The
+text is a function of the variant, this package's version and the templates alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from dplrgen import pipeline, schedule
+from dplrgen.ir import OPS, Axes, Node, show, topological, unwrapped
+from dplrgen.passes import literal
+from dplrgen.schedule import TREE, Kernel, Plan, contracts, is_leaf
+from dplrgen.variants import Variant
+
+__all__ = ["Plans", "digest", "emit", "plans", "render", "write_if_changed"]
+
+TEMPLATES = Path(__file__).parent / "templates"
+VERSION = "0.1.0"
+
+
+@dataclass(frozen=True)
+class Plans:
+    """A variant's forward and backward, cut into kernels."""
+
+    variant: Variant
+    forward: Plan
+    backward: Plan
+
+
+def plans(variant: Variant) -> Plans:
+    """Compile a variant down to its kernels."""
+    ahead = pipeline.forward(variant)[-1].program
+    back = pipeline.backward(variant)[-1].program
+    saved = schedule.saved_values(ahead, back)
+    return Plans(variant, schedule.plan(ahead, saved), schedule.plan(back, saved, load_saved=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Statements
+
+
+@dataclass(frozen=True)
+class Line:
+    """One statement: what it binds, the expression, the IR equation, and what kind of statement the template prints."""
+
+    kind: str  # let, sum (accumulates in a loop), load, store, tree
+    name: str
+    code: str = ""
+    equation: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A phase of a kernel ready to print: lines before the loop over V, in it, and after it."""
+
+    over_v: bool
+    before: tuple[Line, ...]
+    body: tuple[Line, ...]
+    after: tuple[Line, ...]
+
+
+def _shape(axes: Axes, sizes: Mapping[str, str]) -> str:
+    return "[" + ", ".join(sizes[a] for a in axes) + "]"
+
+
+def _aligned(text: str, axes: Axes, out: Axes) -> str:
+    """Triton broadcasting of a one-axis operand, by name."""
+    if len(axes) == 1 and len(out) == 2:
+        return f"{text}[:, None]" if axes[0] == out[0] else f"{text}[None, :]"
+    return text
+
+
+_BLOCK = {"C": "C", "K": "BK", "V": "BV"}
+_INSIDE = {"C": "in_c", "K": "in_k", "V": "in_v"}
+_KEEP = {"to": "col <= row", "before": "col < row", "after": "col > row", "from": "col >= row"}
+
+
+def _inside(axes: Axes) -> str:
+    if len(axes) == 1:
+        return _INSIDE[axes[0]]
+    return f"{_INSIDE[axes[0]]}[:, None] & {_INSIDE[axes[1]]}[None, :]"
+
+
+def _triton_matmul(n: Node, args: list[str]) -> str:
+    x = f"tl.trans({args[0]})" if n.attr("tx") else args[0]
+    y = f"tl.trans({args[1]})" if n.attr("ty") else args[1]
+    return f"_dot({x}, {y}, DOT, PRECISION)"
+
+
+def _triton_sum(n: Node, args: list[str]) -> str:
+    axes, axis = n.args[0].axes, n.attr("axis")
+    return f"tl.sum({args[0]}, {1 if axes.count(axis) == 2 else axes.index(axis)})"
+
+
+def _triton_run(n: Node, args: list[str]) -> str:
+    over, axes = n.attr("over"), n.args[0].axes
+    if over == "all":
+        return f"tl.sum({args[0]}, 0)"
+    parts = "GATE_PARTS" if over in ("to", "before", "after") and _is_gate(n.args[0]) else "SUM_PARTS"
+    if len(axes) == 1:
+        return f"_sums_of_numbers(_keep_{over}(c), {args[0]})"
+    return f"_sums(_keep_{over}(c), {args[0]}, {parts})"
+
+
+def _is_gate(n: Node) -> bool:
+    return n.op == "input" and dict(n.attrs).get("role") is None
+
+
+def _triton_spread(n: Node, args: list[str]) -> str:
+    number = literal(n)
+    value = f"{number:g}" if number is not None else _aligned(args[0], n.args[0].axes, n.axes)
+    return f"tl.zeros({_shape(n.axes, _BLOCK)}, tl.float32) + {value}"
+
+
+#: Triton text of the operations that are not elementwise.
+_TRITON: dict[str, Callable[[Node, list[str]], str]] = {
+    "matmul": _triton_matmul,
+    "sum": _triton_sum,
+    "run": _triton_run,
+    "spread": _triton_spread,
+    "valid": lambda n, args: f"tl.where({_inside(n.axes)}, {args[0]}, 0.0)",
+    "mask": lambda n, args: f"tl.where(_keep_{'before' if n.attr('strict') else 'to'}(c), {args[0]}, 0.0)",
+    "pair": lambda n, args: f"_pairs({args[0]}, c, {n.attr('left') == 'before'}, {n.attr('strict')}, GATE_PARTS)",
+    "inverse": lambda n, args: f"_inverse({args[0]}, c, LEVELS, SOLVE)",
+}
+
+
+def _torch_matmul(n: Node, args: list[str]) -> str:
+    x = f"{args[0]}.mT" if n.attr("tx") else args[0]
+    y = f"{args[1]}.mT" if n.attr("ty") else args[1]
+    return f"({x} @ {y})"
+
+
+def _torch_sum(n: Node, args: list[str]) -> str:
+    axes, axis = n.args[0].axes, n.attr("axis")
+    return f"{args[0]}.sum({-1 if axes.count(axis) == 2 else axes.index(axis) - len(axes)})"
+
+
+def _torch_run(n: Node, args: list[str]) -> str:
+    over, size = n.attr("over"), len(n.args[0].axes)
+    if over == "all":
+        return f"{args[0]}.sum({-size})"
+    if size == 1:
+        return f"_run({args[0]}[..., None], {over!r})[..., 0]"
+    return f"_run({args[0]}, {over!r})"
+
+
+def _torch_spread(n: Node, args: list[str]) -> str:
+    number = literal(n)
+    shape = ", ".join(n.axes) + ("," if len(n.axes) == 1 else "")
+    value = f"like.new_tensor({number:g})" if number is not None else _torch_aligned(args[0], n.args[0].axes, n.axes)
+    return f"_spread({value}, lead, ({shape}))"
+
+
+def _torch_aligned(text: str, axes: Axes, out: Axes) -> str:
+    if len(axes) == 1 and len(out) == 2:
+        return f"{text}[..., :, None]" if axes[0] == out[0] else f"{text}[..., None, :]"
+    if not axes and out and not text.replace(".", "").lstrip("-").isdigit() and text != "scale":
+        return f"{text}[{', '.join(['...', *['None'] * len(out)])}]"
+    return text
+
+
+def _torch_gram(n: Node, args: list[str]) -> str:
+    kind = {"gram": "_gram", "gram_dx": "_gram_dx", "gram_dy": "_gram_dy"}[n.op]
+    return f"{kind}({', '.join(args)}, {n.attr('left') == 'before'}, {n.attr('strict')})"
+
+
+_TORCH: dict[str, Callable[[Node, list[str]], str]] = {
+    "matmul": _torch_matmul,
+    "sum": _torch_sum,
+    "run": _torch_run,
+    "spread": _torch_spread,
+    "valid": lambda n, args: f"_valid({args[0]}, T, {n.axes.index('C') - len(n.axes) if 'C' in n.axes else None})",
+    "mask": lambda n, args: f"torch.tril({args[0]}, {-1 if n.attr('strict') else 0})",
+    "pair": lambda n, args: f"_pairs_of({args[0]}, {n.attr('left') == 'before'}, {n.attr('strict')})",
+    "inverse": lambda n, args: f"_inverse_of({args[0]})",
+    "gram": _torch_gram,
+    "gram_dx": _torch_gram,
+    "gram_dy": _torch_gram,
+}
+
+
+@dataclass
+class _Writer:
+    """Prints the nodes of one phase. ``bound`` holds what has a name in scope."""
+
+    names: Mapping[Node, str]
+    backend: str
+    inlined: Mapping[Node, str] = field(default_factory=dict)
+
+    def expression(self, n: Node, bound: Mapping[Node, str]) -> str:
+        args = [self._operand(a, bound) for a in n.args]
+        if OPS[n.op].elementwise:
+            align = _aligned if self.backend == "triton" else _torch_aligned
+            args = [align(t, a.axes, n.axes) for t, a in zip(args, n.args, strict=True)]
+            template = OPS[n.op].triton if self.backend == "triton" else OPS[n.op].torch
+            return template.format(*args, **dict(n.attrs))
+        table = _TRITON if self.backend == "triton" else _TORCH
+        return table[n.op](n, args)
+
+    def _operand(self, n: Node, bound: Mapping[Node, str]) -> str:
+        if n in bound:
+            return bound[n]
+        number = literal(n)
+        if number is not None and n.op == "const":
+            return f"{number!r}"
+        if n.op == "param":
+            return str(n.attr("name"))
+        return self.expression(n, bound)
+
+
+def _inlinable(nodes: Iterable[Node], keep: set[Node]) -> set[Node]:
+    """Elementwise values read once, by an operation that prints its operand once: they need no name."""
+    nodes = list(nodes)
+    uses: dict[Node, int] = {}
+    readers: dict[Node, Node] = {}
+    for n in nodes:
+        for a in n.args:
+            uses[a] = uses.get(a, 0) + 1
+            readers[a] = n
+    out = set()
+    for n in nodes:
+        if n in keep or n not in readers or uses[n] != 1:
+            continue
+        reader = readers[n]
+        prints_once = reader.op not in TREE and (not OPS[reader.op].elementwise or _prints_once(reader, n))
+        if OPS[n.op].elementwise and prints_once and contracts(reader) == contracts(n):
+            out.add(n)
+        elif literal(n) is not None:
+            out.add(n)
+    return out
+
+
+def _prints_once(reader: Node, operand: Node) -> bool:
+    mark = "{" + str(reader.args.index(operand)) + "}"
+    spec = OPS[reader.op]
+    return spec.torch.count(mark) == 1 and spec.triton.count(mark) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Triton kernels
+
+
+def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str, Axes]]) -> dict[str, Any]:
+    """What a skeleton needs to print one kernel."""
+    results = {n: i for i, (_, n) in enumerate(plan.program.outputs)}
+    names = plan.names
+    writer = _Writer(names, "triton")
+    bound: dict[Node, str] = {}
+    blocks = []
+    kept = set(kernel.stores) | ({kernel.state[1]} if kernel.state else set())
+    all_nodes = kernel.nodes
+    crossing = {a for p in kernel.phases for n in p.nodes for a in n.args if a in all_nodes and a not in p.nodes}
+    for phase in kernel.phases:
+        inline = _inlinable(phase.nodes, kept | crossing | {n for n in phase.nodes if contracts(n) and phase.over_v})
+        blocks.append(_block(plan, kernel, phase.over_v, phase.nodes, inline, bound, writer, results, signature))
+    loads = [_memory(plan, n, signature, kernel) for n in kernel.loads]
+    stores = [_memory(plan, n, signature, kernel, results) for n in kernel.stores]
+    state = None
+    if kernel.state:
+        leaf_node, new = kernel.state
+        state = {"name": names[leaf_node], "next": writer._operand(new, bound), "keep": kernel.keep_state}
+    used = "\n".join(line.code for b in blocks for line in (*b.before, *b.body, *b.after))
+    has_tree = any(line.kind == "tree" for b in blocks for line in (*b.before, *b.body, *b.after))
+    return {
+        "name": kernel.name,
+        "kind": kernel.kind,
+        "loads": [m for m in loads if not kernel.state or m["node"] is not kernel.state[0]],
+        "stores": stores,
+        "blocks": blocks,
+        "state": state,
+        "step": kernel.step,
+        "reads_scale": "scale" in used or "scale" in str([b for b in blocks]),
+        "has_tree": has_tree,
+        "serves": kernel.serves,
+        "has_v": any(b.over_v for b in blocks) or kernel.kind == "scan",
+        "equations": [show(n, names) for n in kernel.nodes],
+    }
+
+
+def _memory(plan, n, signature, kernel, results=None) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+    """Where a value lives in memory: an input or output tensor of the call, or a tile of a buffer."""
+    results = results or {}
+    name = plan.names[n]
+    attrs = dict(n.attrs) if n.op == "input" else {}
+    label = next((lab for lab, m in plan.program.outputs if m is n), None)
+    entry: dict[str, Any] = {"node": n, "name": name, "axes": n.axes, "v": "V" in n.axes, "buffer": True}
+    entry["dtype"] = storage(n, plan)
+    entry["saved"] = n in plan.saved and not any(n in k.loads for k in plan.kernels)
+    if n in results and label is not None and label != "":
+        source = label[1:] if label != "o" else "v"
+        heads, axes = signature.get(source, ("HV", ("V",)))
+        entry |= {"buffer": False, "heads": "HV", "axes": ("C", *axes), "need": 1 << results[n], "label": label}
+    elif n.op == "input" and attrs.get("role") is None and n.axes != ("K", "V"):
+        heads, _ = signature.get(name, ("HV", ()))
+        entry |= {"buffer": False, "heads": heads}
+    return entry
+
+
+def storage(n: Node, plan: Plan) -> str:
+    """The dtype that a value crosses launches in: the products' dtype, or float32 where sums are formed from it."""
+    if n.axes in (("C", "V"), ("C", "C"), ("K", "V")):
+        return "dot"
+    readers = [m for m in plan.program.nodes() if n in m.args]
+    if n.axes == ("C", "K") and readers and all(m.op == "matmul" for m in readers):
+        return "dot"
+    return "float32"
+
+
+def _block(plan, kernel, over_v, nodes, inline, bound, writer, results, signature) -> Block:  # type: ignore[no-untyped-def]
+    before: list[Line] = []
+    body: list[Line] = []
+    after: list[Line] = []
+    local: dict[Node, str] = dict(bound)
+    loads = set(kernel.loads)
+    scope: dict[Node, str] = {}
+
+    def load(n: Node) -> None:
+        for a in [m for m in topological([n], frozenset(loads | set(local))) if m in loads and m not in local]:
+            if kernel.state and a is kernel.state[0]:
+                local[a] = plan.names[a]
+                continue
+            line = Line("load", plan.names[a], info=_memory(plan, a, signature, kernel))
+            inner = over_v and "V" in a.axes
+            (body if inner or kernel.kind == "scan" or not over_v else before).append(line)
+            local[a] = plan.names[a]
+            if not inner:
+                scope[a] = plan.names[a]
+
+    def store(n: Node, where: list[Line]) -> None:
+        if n in kernel.stores:
+            where.append(Line("store", local[n], info=_memory(plan, n, signature, kernel, results)))
+
+    todo = [n for n in nodes if n not in inline]
+    while todo:
+        ready = [n for n in todo if all(_available(a, local, inline, loads) for a in n.args)]
+        plain = [n for n in ready if n.op not in TREE]
+        for n in plain[:1]:
+            load(n)
+            name = plan.names[n]
+            equation = f"{name} = {show(n, _shown(writer.names, inline))}"
+            code = unwrapped(writer.expression(n, local))
+            if over_v and contracts(n):
+                before.append(Line("zero", name, info={"axes": n.axes}))
+                body.append(Line("sum", name, code, equation))
+                local[n] = scope[n] = name
+                store(n, after)
+            else:
+                body.append(Line("let", name, code, equation))
+                local[n] = name
+                if not over_v:
+                    scope[n] = name
+                store(n, body)
+            todo.remove(n)
+        if not plain:
+            if not ready:
+                raise RuntimeError(f"no order for {[plan.names[n] for n in todo]}")
+            g = ready[0].args[2]
+            group = [n for n in ready if n.args[2] is g]
+            for n in group:
+                load(n)
+            body.append(_tree(plan, group, local, writer))
+            for n in group:
+                local[n] = scope[n] = plan.names[n]
+                store(n, body)
+                todo.remove(n)
+    bound.update(scope)
+    return Block(over_v, tuple(before), tuple(body), tuple(after))
+
+
+def _shown(names: Mapping[Node, str], inline: set[Node]) -> dict[Node, str]:
+    return {n: label for n, label in names.items() if n not in inline}
+
+
+def _available(n: Node, local: Mapping[Node, str], inline: set[Node], loads: set[Node]) -> bool:
+    if n in local or n in loads or is_leaf(n):
+        return True
+    return n in inline and all(_available(a, local, inline, loads) for a in n.args)
+
+
+def _tree(plan: Plan, group: list[Node], local: Mapping[Node, str], writer: _Writer) -> Line:
+    """All decayed Gram products of one log-decay, and their derivatives, in one walk over the levels."""
+    def text(n: Node) -> str:
+        return local.get(n) or writer._operand(n, local)
+
+    grams, dxs, dys = [], [], []
+    decayed: dict[tuple[str, str], str] = {}
+
+    def operand(expression: str, side: str) -> str:
+        return decayed.setdefault((expression, side), f"decayed_{len(decayed)}")
+
+    for n in group:
+        name, before, strict = plan.names[n], n.attr("left") == "before", n.attr("strict")
+        side = "e_before" if before else "e"
+        first, second = text(n.args[0]), text(n.args[1])
+        entry = {"name": name, "strict": strict, "side": side, "equation": f"{name} = {show(n, writer.names)}"}
+        if n.op == "gram":
+            grams.append(entry | {"x": first, "y": second, "left": operand(first, side), "right": operand(second, "e")})
+        elif n.op == "gram_dx":
+            dxs.append(entry | {"d": first, "other": second, "right": operand(second, "e")})
+        else:
+            dys.append(entry | {"d": first, "other": second, "left": operand(second, side)})
+    decays = {d["d"]: None for d in (*dxs, *dys)}
+    g = group[0].args[2]
+    info = {
+        "g": text(g),
+        "parts": "GATE_PARTS",
+        "decayed": [(label, expression, side) for (expression, side), label in decayed.items()],
+        "cotangents": list(decays),
+        "grams": grams,
+        "dxs": dxs,
+        "dys": dys,
+        "before": any(n.attr("left") == "before" for n in group),
+    }
+    return Line("tree", "", info=info)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PyTorch
+
+
+def torch_context(plan: Plan, signature: Mapping[str, tuple[str, Axes]]) -> list[dict[str, Any]]:
+    """The kernels of a plan as groups of statements: parallel ones over all chunks at once, scans in a loop."""
+    writer = _Writer(plan.names, "torch")
+    bound: dict[Node, str] = {}
+    groups = []
+    states = {s for s, _, _ in plan.program.carried}
+    serves = _line_service(plan)
+    for kernel in plan.kernels:
+        nodes = _unique([n for n in kernel.nodes if n not in bound])
+        kept = set(kernel.stores) | ({kernel.state[1]} if kernel.state else set()) | _read_later(plan, kernel)
+        inline = _inlinable(nodes, kept)
+        scan = kernel.kind == "scan"
+        local = dict(bound)
+        sliced: list[str] = []
+        for n in kernel.loads:
+            name = plan.names[n]
+            local[n] = name
+            if scan and n not in states:
+                sliced.append(name)
+                local[n] = f"{name}_n"
+        lines = []
+        for n in nodes:
+            if n in inline:
+                continue
+            name = plan.names[n]
+            code = unwrapped(writer.expression(n, local))
+            equation = f"{name} = {show(n, _shown(plan.names, inline))}"
+            lines.append(Line("let", name, code, equation, {"serves": serves.get(n, kernel.serves)}))
+            local[n] = name
+            if not scan:
+                bound[n] = name
+        state = None
+        if kernel.state:
+            state = {"name": plan.names[kernel.state[0]], "next": writer._operand(kernel.state[1], local), "keep": kernel.keep_state}
+        stores = [plan.names[n] for n in kernel.stores]
+        for n in kernel.stores:
+            bound[n] = plan.names[n]
+        guard = 0 if len(plan.program.carried) == 1 else _needs(plan, kernel.serves)
+        groups.append({"guard": guard, "runs": _runs(plan, lines, scan), "name": kernel.name, "scan": scan, "sliced": sliced, "lines": lines, "state": state, "stores": stores,
+                       "step": kernel.step, "serves": kernel.serves})
+    return groups
+
+
+def _needs(plan: Plan, mask: int) -> int:
+    """A mask over the program's outputs and carried ends as one over inputs and the initial state; 0 if all need it."""
+    count = len(plan.program.outputs)
+    out = (mask & ((1 << count) - 1)) | ((1 << count) if mask >> (count + 1) & 1 else 0)
+    return 0 if out == (1 << (count + 1)) - 1 else out
+
+
+def _runs(plan: Plan, lines: list[Line], scan: bool) -> list[dict[str, Any]]:
+    """Statements grouped by the gradients that need them; a forward needs all of its own."""
+    runs: list[dict[str, Any]] = []
+    for line in lines:
+        guarded = not scan and len(plan.program.carried) > 1
+        mask = _needs(plan, line.info["serves"]) if guarded else 0
+        if not runs or runs[-1]["mask"] != mask:
+            runs.append({"mask": mask, "lines": []})
+        runs[-1]["lines"].append(line)
+    return runs
+
+
+def _unique(nodes: list[Node]) -> list[Node]:
+    return list(dict.fromkeys(nodes))
+
+
+def _read_later(plan: Plan, kernel: Kernel) -> set[Node]:
+    """Values of a parallel kernel that later kernels print again; as tensors they are simply kept."""
+    index = plan.kernels.index(kernel)
+    return {n for later in plan.kernels[index + 1 :] for n in (*later.nodes, *later.loads)}
+
+
+def _line_service(plan: Plan) -> dict[Node, int]:
+    """Which outputs (by bit) need a value."""
+    masks: dict[Node, int] = {}
+    ends = len(plan.program.outputs)
+    for i, (_, n) in enumerate(plan.program.outputs):
+        for m in topological([n]):
+            masks[m] = masks.get(m, 0) | 1 << i
+    for i, (state, new, _) in enumerate(plan.program.carried):
+        below = masks.get(state, 0) | 1 << (ends + i)
+        for m in topological([new]):
+            masks[m] = masks.get(m, 0) | below
+    return masks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The file
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        line_comment_prefix="##",
+    )
+    env.filters["axes"] = lambda axes: ", ".join(axes)
+    return env
+
+
+def digest(variant: Variant) -> str:
+    """Eight hexadecimal digits over the programs, the schedule, the templates and the version."""
+    made = plans(variant)
+    h = hashlib.sha256(VERSION.encode())
+    h.update(variant.name.encode())
+    for n in variant.inputs:
+        h.update(repr((n.attrs, n.axes)).encode())
+    for plan in (made.forward, made.backward):
+        h.update(str(plan.program).encode())
+        h.update(repr([(k.name, [plan.names[n] for n in k.stores]) for k in plan.kernels]).encode())
+    h.update(repr(schedule.CONFIGS).encode())
+    for path in sorted([*TEMPLATES.glob("*.j2"), Path(__file__), Path(schedule.__file__)]):
+        h.update(path.read_bytes())
+    return h.hexdigest()[:8]
+
+
+def render(variant: Variant) -> str:
+    """The text of ``generated/<variant>.py``."""
+    made = plans(variant)
+    signature = {name: (heads, axes) for name, heads, axes in variant.signature()}
+    context = {
+        "variant": variant,
+        "digest": digest(variant),
+        "version": VERSION,
+        "inputs": [
+            {"name": name, "heads": heads, "axes": axes, "role": dict(n.attrs)["role"]}
+            for n, (name, heads, axes) in zip(variant.inputs, variant.signature(), strict=True)
+        ],
+        "forward": _side(made.forward, signature),
+        "backward": _side(made.backward, signature),
+        "configs": schedule.CONFIGS,
+        "glossary": _glossary(made),
+    }
+    return _environment().get_template("module.py.j2").render(context)
+
+
+def _side(plan: Plan, signature: Mapping[str, tuple[str, Axes]]) -> dict[str, Any]:
+    kernels = [kernel_context(plan, k, signature) for k in plan.kernels]
+    inputs = (1 << len(signature)) - 1
+    carried = 1 << (len(signature) + 1)  # the end of the reverse scan is the initial state's cotangent
+    for k in kernels:
+        k["serves_inputs"] = (k["serves"] & inputs) | ((1 << len(signature)) if k["serves"] & carried else 0)
+        k["free"] = []
+    return {
+        "kernels": kernels,
+        "result": {label: plan.names.get(n, "0") for label, n in plan.program.outputs},
+        "torch": torch_context(plan, signature),
+        "saved": [{"name": plan.names[n], "axes": n.axes} for n in plan.saved],
+        "outputs": [(label, plan.names.get(n), n) for label, n in plan.program.outputs],
+        "program": list(plan.program.lines()),
+    }
+
+
+_WORDS = {
+    "QL": "scaled queries, decayed from the chunk's start",
+    "BL": "erase vectors b, decayed from the chunk's start",
+    "KT": "keys, decayed to the chunk's end",
+    "AT": "write vectors a, decayed to the chunk's end",
+    "Aqk": "decayed products of queries and keys, lower triangle",
+    "Aqa": "decayed products of queries and write vectors, lower triangle",
+    "Abk": "decayed products of erase vectors and keys, strictly lower",
+    "N": "decayed products of erase and write vectors, strictly lower",
+    "E": "(I + N)^-1",
+    "W": "E BL: what the state before the chunk loses, a token",
+    "U": "E applied to the values: what is written if the state before the chunk is 0",
+    "V2": "the low-rank term's values",
+    "Vnew": "values after the delta rule",
+    "Gc": "decay over the whole chunk",
+    "S": "state before the chunk, [K, V]",
+    "dS": "cotangent of the state after the chunk",
+    "do": "cotangent of o",
+}
+
+
+def _glossary(made: Plans) -> list[tuple[str, str]]:
+    used = set(made.forward.names.values()) | set(made.backward.names.values())
+    return [(name, text) for name, text in _WORDS.items() if name in used]
+
+
+def write_if_changed(path: Path, text: str) -> bool:
+    """Write a file atomically unless it already holds the text."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{hashlib.sha256(text.encode()).hexdigest()[:8]}.tmp")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
+    return True
+
+
+def emit(variant: Variant, folder: Path) -> Path:
+    """Write the variant's file into the folder and give its path."""
+    path = folder / f"{variant.name}.py"
+    write_if_changed(path, render(variant))
+    return path

@@ -1,0 +1,92 @@
+"""Loads generated modules: those of the package, and those built for a user's own variant.
+
+The operators register themselves when their module is loaded (a generated file stands alone), so this is all that
+torch.compile needs from the package: the ops exist before a call is traced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dplrgen import codegen
+from dplrgen.errors import BindingError
+from dplrgen.variants import Variant
+
+__all__ = ["build", "cache_folder", "load", "load_variant"]
+
+
+def cache_folder() -> Path:
+    """Where built modules are kept: ``dplrgen`` in the user's cache folder, or in the temporary one if that cannot be written."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dplrgen"
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        base = Path(tempfile.gettempdir()) / f"dplrgen-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+        base.mkdir(parents=True, exist_ok=True)
+    return base
+
+
+def load(path: Path, name: str | None = None) -> ModuleType:
+    """Import a generated file from its path (Triton reads kernels from real files)."""
+    name = name or f"dplrgen_file_{path.stem}_{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def build(variant: Variant) -> Callable[..., Any]:
+    """The operator of a variant's record: compiled, written to the cache folder by digest, and loaded.
+
+    The same record gives the same operator, in this process and later ones. ``op.__module__`` names its module.
+
+    Raises:
+        BindingError: the argument is not a Variant.
+    """
+    if not isinstance(variant, Variant):
+        raise BindingError(f"build takes a dplrgen.Variant, got {type(variant).__name__}")
+    text = codegen.render(variant)
+    name = f"dplrgen_built_{variant.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        path = cache_folder() / f"{name}.py"
+        codegen.write_if_changed(path, text)
+        load(path, name)
+    operator: Callable[..., Any] = getattr(sys.modules[name], variant.name)
+    return operator
+
+
+def load_variant(reference: str) -> Variant:
+    """The record that ``path/to/file.py:name`` names.
+
+    Raises:
+        BindingError: no such file, no such name, or not a Variant.
+    """
+    file, _, attribute = reference.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise BindingError(f"{reference}: no file {file!r}")
+    spec = importlib.util.spec_from_file_location(f"dplrgen_user_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise BindingError(f"{reference}: {file!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    variant = getattr(module, attribute, None)
+    if not isinstance(variant, Variant):
+        found = "nothing" if variant is None else type(variant).__name__
+        raise BindingError(f"{reference}: {attribute!r} must be a dplrgen.Variant, found {found}")
+    return variant

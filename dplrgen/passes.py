@@ -1,0 +1,657 @@
+"""From a binding to the chunk programs: chunkify, and rewrite rules with names.
+
+A rule is a function from a node to its replacement (None where it does not apply). Rules see patterns of operations
+only; none knows a variant. ``rewrite`` applies a set bottom-up until nothing changes and records what fired where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from dplrgen.errors import IRError
+from dplrgen.ir import (
+    OPS,
+    Axes,
+    Node,
+    Program,
+    const,
+    exp,
+    leaf,
+    log,
+    matmul,
+    node,
+    param,
+    show,
+    substitute,
+    topological,
+    unbounded_exponents,
+    value_at_zero,
+    verify,
+)
+from dplrgen.variants import Variant
+
+__all__ = [
+    "FOLD",
+    "IDENTITIES",
+    "LINEAR",
+    "LOWER",
+    "STABILIZE",
+    "Fired",
+    "Rule",
+    "chunkify",
+    "count",
+    "hoist_rules",
+    "mask_padding",
+    "rewrite",
+    "stabilized",
+]
+
+RuleFunction = Callable[[Node], Node | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rewrite with a name; ``fact`` says what is known that makes it right."""
+
+    name: str
+    fact: str
+    apply: RuleFunction
+    label: str = ""  # a name for what it makes, where that is worth one
+
+
+@dataclass(frozen=True)
+class Fired:
+    """A rule that fired: what it replaced and by what."""
+
+    rule: str
+    before: str
+    after: str
+
+
+def rule(name: str, fact: str, label: str = "") -> Callable[[RuleFunction], Rule]:
+    return lambda apply: Rule(name, fact, apply, label)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums and products as lists
+
+
+def terms(n: Node) -> list[tuple[int, Node]]:
+    """The signed terms of a sum."""
+    if n.op == "add":
+        return terms(n.args[0]) + terms(n.args[1])
+    if n.op == "neg":
+        return [(-sign, t) for sign, t in terms(n.args[0])]
+    return [(1, n)]
+
+
+def total(parts: Sequence[tuple[int, Node]], axes: Axes) -> Node:
+    """The sum of signed terms, positive ones first."""
+    ordered = [p for p in parts if p[0] > 0] + [p for p in parts if p[0] < 0]
+    if not ordered:
+        return zero(axes)
+    signed = [t if sign > 0 else -t for sign, t in ordered]
+    out = signed[0]
+    for t in signed[1:]:
+        out = out + t
+    return spread(out, axes)
+
+
+def factors(n: Node) -> tuple[int, list[Node]]:
+    """The sign and the factors of a product."""
+    if n.op == "mul":
+        (s, x), (t, y) = factors(n.args[0]), factors(n.args[1])
+        return s * t, x + y
+    if n.op == "neg":
+        s, x = factors(n.args[0])
+        return -s, x
+    return 1, [n]
+
+
+def product(sign: int, parts: Sequence[Node], axes: Axes) -> Node:
+    """The product of the factors in order, spread to the given axes."""
+    out = parts[0] if parts else const(1)
+    for p in parts[1:]:
+        out = out * p
+    out = spread(out, axes)
+    return -out if sign < 0 else out
+
+
+def spread(n: Node, axes: Axes) -> Node:
+    return n if n.axes == axes else node("spread", n, axes=axes)
+
+
+def zero(axes: Axes) -> Node:
+    return spread(const(0), axes)
+
+
+def literal(n: Node) -> float | None:
+    """The number that a constant holds everywhere, or None."""
+    if n.op == "spread":
+        return literal(n.args[0])
+    return float(n.attr("value")) if n.op == "const" else None
+
+
+def is_zero(n: Node) -> bool:
+    return literal(n) == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chunk form
+
+
+def lift(expression: Node, axes: Axes) -> Node:
+    """A token-level expression at chunk level: every input gains the chunk axis."""
+    leaves = {n: leaf(n.attr("name"), ("C", *n.axes)) for n in topological([expression]) if n.op == "input"}
+    return spread(substitute([expression], leaves)[expression], axes)
+
+
+def chunkify(variant: Variant) -> Program:
+    """The chunk form of the master recurrence with the variant's streams put in.
+
+    ``x_L = x G`` and ``x_R = x / G`` with G the inclusive cumulative decay, as in the derivation page; the low-rank term
+    in its solve form ``V2 = -(I + N)^-1 (L V + B_L S)``. Not yet fit for numbers: ``stabilize`` must follow.
+    """
+    streams = variant.streams()
+    axes = {name: ("C", "V") if name == "v" else ("C", "K") for name in streams}
+    axes["decay"] = ("C", *(streams["decay"].axes if streams["decay"].axes else ()))
+    q, alpha, a, b, k, v = (lift(streams[s], axes[s]) for s in ("q", "decay", "a", "b", "k", "v"))
+    g = log(alpha)
+    state = leaf("S", ("K", "V"))
+    run = node("run", g, over="to")
+    chunk_decay = exp(node("run", g, over="all"))
+    ql, bl = param("scale") * q * exp(run), b * exp(run)
+    kr, ar = k * exp(-run), a * exp(-run)
+
+    def lower(x: Node, y: Node, strict: bool) -> Node:
+        return node("mask", matmul(x, y, ty=True), strict=strict)
+
+    qk, qa = lower(ql, kr, False), lower(ql, ar, False)
+    bk, ba = lower(bl, kr, True), lower(bl, ar, True)
+    v2 = -node("solve", ba, matmul(bk, v) + matmul(bl, state))
+    o = matmul(ql, state) + matmul(qk, v) + matmul(qa, v2)
+    kt, at = kr * chunk_decay, ar * chunk_decay
+    new = state * chunk_decay + matmul(kt, v, tx=True) + matmul(at, v2, tx=True)
+    # Where two of these become one value by a fold, the first name stays.
+    names = {ql: "QL", bl: "BL", kt: "KT", at: "AT", qk: "Aqk", qa: "Aqa", ba: "N", bk: "Abk", v2: "V2", o: "O"}
+    names |= {new: "S_next", chunk_decay: "Gc"}
+    return Program(variant.name, (("o", o),), ((state, new, 1),), names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The engine
+
+
+def rewrite(program: Program, rules: Iterable[Rule]) -> tuple[Program, list[Fired]]:
+    """Apply the rules bottom-up until nothing changes. Names move with what they name."""
+    fired: list[Fired] = []
+    rules = tuple(rules)
+    for _ in range(100):
+        program, new = _sweep(program, rules)
+        if not new:
+            verify(program)
+            return program, fired
+        fired += new
+    raise IRError(f"{program.name}: rewriting does not end; last fired: {fired[-1]}")
+
+
+def _sweep(program: Program, rules: tuple[Rule, ...]) -> tuple[Program, list[Fired]]:
+    done: dict[Node, Node] = {}
+    fired: list[Fired] = []
+    labels: dict[Node, str] = {}
+    for old in program.nodes():
+        n = node(old.op, *(done[a] for a in old.args), **dict(old.attrs)) if old.args else old
+        replaced = True
+        while replaced:
+            replaced = False
+            for r in rules:
+                new = r.apply(n)
+                if new is None or new is n:
+                    continue
+                if new.axes != n.axes:
+                    raise IRError(f"rule {r.name} changed axes of {show(n)} from {n.axes} to {new.axes}")
+                fired.append(Fired(r.name, show(n, program.names), show(new, program.names)))
+                if r.label and r.label not in (*program.names.values(), *labels.values()):
+                    labels[new] = r.label
+                n, replaced = new, True
+                break
+        done[old] = n
+    mapped = _mapped(program, done)
+    kept = {n: label for n, label in labels.items() if n not in mapped.names}
+    return replace(mapped, names=dict(mapped.names) | kept), fired
+
+
+def _mapped(program: Program, table: dict[Node, Node]) -> Program:
+    names: dict[Node, str] = {}
+    taken: set[str] = set()
+    for n, label in program.names.items():
+        new = table.get(n)
+        if new is not None and new not in names and label not in taken and new.args and literal(new) is None:
+            names[new] = label
+            taken.add(label)
+    carried = tuple((s, table[n], d) for s, n, d in program.carried)
+    return replace(program, outputs=tuple((k, table[n]) for k, n in program.outputs), carried=carried, names=names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Identities: always right, always simpler
+
+
+@rule("constants", "an operation on literals is a literal")
+def _constants(n: Node) -> Node | None:
+    if not OPS[n.op].elementwise or not n.args:
+        return None
+    numbers = [literal(a) for a in n.args]
+    if any(x is None for x in numbers):
+        return None
+    result = OPS[n.op].at_zero(*numbers)
+    return None if result != result else spread(const(result), n.axes)
+
+
+@rule("spread", "spreading to the axes that are there, or twice, is one spread or none")
+def _spread(n: Node) -> Node | None:
+    if n.op != "spread":
+        return None
+    x = n.args[0]
+    if x.axes == n.axes:
+        return x
+    return spread(x.args[0], n.axes) if x.op == "spread" and len(n.axes) == len(n.attr("axes")) else None
+
+
+@rule("units", "x + 0 = x, x * 1 = x, x * 0 = 0, x / 1 = x")
+def _units(n: Node) -> Node | None:
+    if n.op not in ("add", "mul", "div", "safe_div"):
+        return None
+    x, y = n.args
+    if n.op == "add":
+        if is_zero(x) or is_zero(y):
+            return spread(y if is_zero(x) else x, n.axes)
+        return None
+    if n.op == "mul" and (is_zero(x) or is_zero(y)):
+        return zero(n.axes)
+    if n.op == "mul" and literal(x) == 1.0:
+        return spread(y, n.axes)
+    if literal(y) == 1.0:
+        return spread(x, n.axes)
+    return zero(n.axes) if n.op != "mul" and is_zero(x) else None
+
+
+@rule("signs", "a sign moves outward: -(-x) = x, (-x) y = -(x y), x @ (-y) = -(x @ y)")
+def _signs(n: Node) -> Node | None:
+    if n.op == "neg":
+        x = n.args[0]
+        return x.args[0] if x.op == "neg" else None
+    if n.op in ("mul", "matmul", "div"):
+        x, y = n.args
+        if x.op == "neg" or y.op == "neg":
+            inner = [a.args[0] if a.op == "neg" else a for a in n.args]
+            out = node(n.op, *inner, **dict(n.attrs))
+            return out if x.op == y.op == "neg" else -out
+    if n.op in ("mask", "run", "sum", "spread") and n.args[0].op == "neg":
+        return -node(n.op, n.args[0].args[0], **dict(n.attrs))
+    if n.op in ("solve", "solve_t", "gram", "gram_dx", "gram_dy"):
+        for i in (1,) if n.op.startswith("solve") else (0, 1):
+            if n.args[i].op == "neg":
+                args = [*n.args[:i], n.args[i].args[0], *n.args[i + 1 :]]
+                return -node(n.op, *args, **dict(n.attrs))
+    return None
+
+
+@rule("zeros", "a linear operation of 0 is 0")
+def _zeros(n: Node) -> Node | None:
+    linear = {"matmul": (0, 1), "mask": (0,), "run": (0,), "sum": (0,), "neg": (0,), "gram": (0, 1)}
+    linear |= {"gram_dx": (0, 1), "gram_dy": (0, 1), "solve": (1,), "solve_t": (1,), "valid": (0,)}
+    if n.op in linear and any(is_zero(n.args[i]) for i in linear[n.op]):
+        return zero(n.axes)
+    return None
+
+
+@rule("log-exp", "log(exp(x)) = x")
+def _log_exp(n: Node) -> Node | None:
+    if n.op != "log":
+        return None
+    x = n.args[0]
+    if x.op == "spread" and x.args[0].op == "exp":
+        return spread(x.args[0].args[0], n.axes)
+    return x.args[0] if x.op == "exp" else None
+
+
+@rule("spread-product", "a spread factor of a product broadcasts by itself")
+def _spread_product(n: Node) -> Node | None:
+    if n.op not in ("mul", "add"):
+        return None
+    for i in (0, 1):
+        x, other = n.args[i], n.args[1 - i]
+        if x.op == "spread" and other.axes == n.axes and literal(x) is None:
+            pair = [x.args[0], other] if i == 0 else [other, x.args[0]]
+            return node(n.op, *pair)
+    return None
+
+
+IDENTITIES = (_constants, _spread, _units, _signs, _zeros, _log_exp, _spread_product)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stabilize: no exponent of unbounded positive size is left
+
+
+def _decay(n: Node, over: tuple[str, ...]) -> Node | None:
+    """The log-decay g if n is exp of its running sum over one of the given runs."""
+    if n.op == "exp" and n.args[0].op == "run" and n.args[0].attr("over") in over:
+        return n.args[0].args[0]
+    return None
+
+
+def _growth(n: Node) -> Node | None:
+    """The log-decay g if n is exp(-sum of g up to here): a quantity that must not be formed."""
+    if n.op == "exp" and n.args[0].op == "neg":
+        return _decay(exp(n.args[0].args[0]), ("to",))
+    return None
+
+
+def _without(parts: list[Node], index: int) -> list[Node]:
+    return parts[:index] + parts[index + 1 :]
+
+
+@rule("absorb-gate", "b = d / alpha: B_L at r is d_r times the decay up to r-1, nothing is divided")
+def _absorb(n: Node) -> Node | None:
+    if n.op != "mul":
+        return None
+    sign, parts = factors(n)
+    for i, quotient in enumerate(parts):
+        if quotient.op != "div":
+            continue
+        top, bottom = quotient.args
+        alpha = bottom.args[0] if bottom.op == "spread" else bottom
+        if alpha.op != "exp":
+            continue
+        for m, decay in enumerate(parts):
+            if _decay(decay, ("to",)) is alpha.args[0]:
+                before = exp(node("run", alpha.args[0], over="before"))
+                rest = [before if s == m else top if s == i else p for s, p in enumerate(parts)]
+                return product(sign, rest, n.axes)
+    return None
+
+
+@rule("tail-decay", "(x / G) Gc = x times the decay of the tokens after it")
+def _tail(n: Node) -> Node | None:
+    if n.op != "mul":
+        return None
+    sign, parts = factors(n)
+    for i, x in enumerate(parts):
+        g = _growth(x)
+        if g is None:
+            continue
+        for m, y in enumerate(parts):
+            if _decay(y, ("all",)) is g:
+                after = exp(node("run", g, over="after"))
+                return product(sign, [after if s == i else p for s, p in enumerate(parts) if s != m], n.axes)
+    return None
+
+
+@rule("pair-decay", "(x G) (y / G)^T under the mask is a Gram product decayed over the tokens between")
+def _pair(n: Node) -> Node | None:
+    if n.op != "mask" or n.args[0].op != "matmul":
+        return None
+    x, y = n.args[0].args
+    if n.args[0].attr("tx") or not n.args[0].attr("ty"):
+        return None
+    (sx, left), (sy, right) = factors(x), factors(y)
+    for i, grow in enumerate(right):
+        g = _growth(grow)
+        if g is None:
+            continue
+        for over in ("to", "before"):
+            for m, shrink in enumerate(left):
+                if _decay(shrink, (over,)) is g:
+                    px, py = product(sx, _without(left, m), x.axes), product(sy, _without(right, i), y.axes)
+                    return node("gram", px, py, g, left=over, strict=n.attr("strict"))
+    return None
+
+
+STABILIZE = (_absorb, _tail, _pair)
+
+
+def stabilized(program: Program) -> None:
+    """IRError if an exponential of unbounded positive size, or a division by a decay, is left."""
+    for n in unbounded_exponents(program):
+        raise IRError(f"{program.name}: {show(n)} has an exponent of unbounded size")
+    for n in program.nodes():
+        if n.op == "div" and any(m.op == "exp" for m in topological([n.args[1]])):
+            raise IRError(f"{program.name}: {show(n)} divides by a decay that may underflow to 0")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folds
+
+
+def _same_product(x: Node, y: Node) -> bool:
+    return x.op == y.op == "matmul" and x.args[0] is y.args[0] and x.attrs == y.attrs
+
+
+@rule("merge-products", "P X + P Y = P (X + Y)")
+def _merge(n: Node) -> Node | None:
+    if n.op != "add":
+        return None
+    parts = terms(n)
+    for i, (si, x) in enumerate(parts):
+        for m in range(i + 1, len(parts)):
+            sm, y = parts[m]
+            if _same_product(x, y):
+                inner = total([(1, x.args[1]), (si * sm, y.args[1])], x.args[1].axes)
+                merged = node("matmul", x.args[0], inner, **dict(x.attrs))
+                rest = [p for s, p in enumerate(parts) if s not in (i, m)]
+                return total([(si, merged), *rest], n.axes)
+    return None
+
+
+@rule("absorb-solve", "X - (I + N)^-1 (N X + Z) = (I + N)^-1 (X - Z)", "Vnew")
+def _absorb_solve(n: Node) -> Node | None:
+    if n.op != "add":
+        return None
+    parts = terms(n)
+    for i, (si, solved) in enumerate(parts):
+        if solved.op != "solve":
+            continue
+        lower, inside = solved.args[0], terms(solved.args[1])
+        for m, (sm, x) in enumerate(parts):
+            if m == i or sm == si:
+                continue
+            for p, (sp, t) in enumerate(inside):
+                if sp > 0 and t.op == "matmul" and t.args[0] is lower and t.args[1] is x and not t.attr("tx"):
+                    rest = [(-s, z) for q, (s, z) in enumerate(inside) if q != p]
+                    merged = node("solve", lower, total([(1, x), *rest], x.axes))
+                    kept = [term for s, term in enumerate(parts) if s not in (i, m)]
+                    return total([(sm, merged), *kept], n.axes)
+    return None
+
+
+@rule("no-decay", "alpha = 1: a decayed Gram product is a plain one")
+def _no_decay(n: Node) -> Node | None:
+    if n.op not in ("gram", "gram_dx", "gram_dy") or not is_zero(n.args[2]):
+        return None
+    x, y, _ = n.args
+    strict = n.attr("strict")
+    if n.op == "gram":
+        return node("mask", matmul(x, y, ty=True), strict=strict)
+    return matmul(node("mask", x, strict=strict), y, tx=n.op == "gram_dy")
+
+
+@rule("mask-once", "a mask over what it already masks changes nothing")
+def _mask_once(n: Node) -> Node | None:
+    if n.op == "mask" and n.args[0].op in ("mask", "gram", "pair"):
+        x = n.args[0]
+        if x.attr("strict") or not n.attr("strict"):
+            return x
+    return None
+
+
+@rule("no-erase", "b = 0: I + 0 is the identity")
+def _no_erase(n: Node) -> Node | None:
+    return n.args[1] if n.op in ("solve", "solve_t") and is_zero(n.args[0]) else None
+
+
+FOLD = (_merge, _absorb_solve, _no_decay, _mask_once, _no_erase)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear: sums of like operations are one operation on the sum (what a reverse walk leaves behind)
+
+
+@rule("merge-linear", "sums of running sums, of reductions, of spreads, are one of the sum")
+def _merge_linear(n: Node) -> Node | None:
+    if n.op != "add":
+        return None
+    parts = terms(n)
+    for i, (si, x) in enumerate(parts):
+        for m in range(i + 1, len(parts)):
+            sm, y = parts[m]
+            like = x.op in ("run", "sum", "spread") and x.op == y.op and x.attrs == y.attrs
+            if like and x.args[0].axes == y.args[0].axes:
+                inner = total([(1, x.args[0]), (si * sm, y.args[0])], x.args[0].axes)
+                rest = [p for s, p in enumerate(parts) if s not in (i, m)]
+                return total([(si, node(x.op, inner, **dict(x.attrs))), *rest], n.axes)
+    return None
+
+
+@rule("merge-factors", "x a + x b = x (a + b)")
+def _merge_factors(n: Node) -> Node | None:
+    if n.op != "add":
+        return None
+    parts = terms(n)
+    for i, (si, x) in enumerate(parts):
+        for m in range(i + 1, len(parts)):
+            sm, y = parts[m]
+            if x.op != "mul" or y.op != "mul":
+                continue
+            for s in (0, 1):
+                for t in (0, 1):
+                    shared = x.args[s] is y.args[t] and x.args[1 - s].axes == y.args[1 - t].axes
+                    if shared and literal(x.args[s]) is None:
+                        inner = total([(1, x.args[1 - s]), (si * sm, y.args[1 - t])], x.args[1 - s].axes)
+                        rest = [p for u, p in enumerate(parts) if u not in (i, m)]
+                        return total([(si, x.args[s] * inner), *rest], n.axes)
+    return None
+
+
+LINEAR = (_merge_linear, _merge_factors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hoist: move products out of the part that is sequential over chunks
+
+
+def hoist_rules(carried: Iterable[Node]) -> tuple[Rule, ...]:
+    """Rules that take work off the carried states' path; ``carried`` are the state leaves."""
+    states = frozenset(carried)
+    memo: dict[Node, bool] = {}
+
+    def sequential(n: Node) -> bool:
+        for m in topological([n], frozenset(memo)):
+            if m not in memo:
+                memo[m] = m in states or any(memo[a] for a in m.args)
+        return memo[n]
+
+    @rule("hoist-solve", "(I + N)^-1 (X - Y S) = (I + N)^-1 X - ((I + N)^-1 Y) S: solve before the scan")
+    def hoist_solve(n: Node) -> Node | None:
+        if n.op != "solve":
+            return None
+        lower, parts = n.args[0], terms(n.args[1])
+        if sequential(lower) or not sequential(n.args[1]):
+            return None
+        moved: list[tuple[int, Node]] = []
+        for sign, t in parts:
+            if not sequential(t):
+                moved.append((sign, node(n.op, lower, t)))
+            elif t.op == "matmul" and not sequential(t.args[0]) and not t.attr("tx") and not t.attr("ty"):
+                moved.append((sign, matmul(node(n.op, lower, t.args[0]), t.args[1])))
+            else:
+                return None
+        return total(moved, n.axes)
+
+    @rule("hoist-adjoint", "Y^T (I + N)^-T X = ((I + N)^-1 Y)^T X: solve before the scan")
+    def hoist_adjoint(n: Node) -> Node | None:
+        if n.op != "matmul" or not n.attr("tx") or n.attr("ty"):
+            return None
+        y, x = n.args
+        if x.op != "solve_t" or not sequential(x.args[1]) or sequential(y) or sequential(x.args[0]):
+            return None
+        return matmul(node("solve", x.args[0], y), x.args[1], tx=True)
+
+    return (hoist_solve, hoist_adjoint)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lower: what the machine does
+
+
+@rule("row-scale", "b = beta k: the row scale leaves the Gram product")
+def _row_scale(n: Node) -> Node | None:
+    if n.op != "gram":
+        return None
+    sign, parts = factors(n.args[0])
+    rows = [p for p in parts if p.axes in (("C",), ()) and literal(p) is None and p.op != "param"]
+    rest = [p for p in parts if p not in rows]
+    if not rows or not rest:
+        return None
+    plain = node("gram", product(sign, rest, n.args[0].axes), *n.args[1:], **dict(n.attrs))
+    return product(1, [*rows, plain], n.axes)
+
+
+@rule("head-decay", "alpha one number a head: a plain product times the decay of each pair")
+def _head_decay(n: Node) -> Node | None:
+    if n.op not in ("gram", "gram_dx", "gram_dy") or n.args[2].axes != ("C",):
+        return None
+    x, y, g = n.args
+    decay = node("pair", g, **dict(n.attrs))
+    if n.op == "gram":
+        return decay * matmul(x, y, ty=True)
+    return matmul(decay * x, y, tx=n.op == "gram_dy")
+
+
+@rule("invert", "(I + N)^-1 is formed once a chunk")
+def _invert(n: Node) -> Node | None:
+    if n.op not in ("solve", "solve_t"):
+        return None
+    return matmul(node("inverse", n.args[0]), n.args[1], tx=n.op == "solve_t")
+
+
+LOWER = (_row_scale, _head_decay, _invert)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Padding
+
+
+def mask_padding(program: Program) -> Program:
+    """Zero the padding where an operation that combines tokens or channels would read something else there.
+
+    The value in the padding is known: every tensor read holds 0 there. A product needs one side 0 and the other finite.
+    """
+    memo: dict[Node, float] = {}
+    done: dict[Node, Node] = {}
+    mixing = {"sum": (0,), "run": (0,), "matmul": (0, 1), "gram": (0, 1, 2), "gram_dx": (0, 1, 2), "gram_dy": (0, 1, 2)}
+    mixing |= {"pair": (0,), "solve": (1,), "solve_t": (1,), "inverse": (0,)}
+    for old in program.nodes():
+        args = [done[a] for a in old.args]
+        product_of = old.op in ("matmul", "gram", "gram_dx", "gram_dy")
+        safe = product_of and value_at_zero(args[0], memo) * value_at_zero(args[1], memo) == 0
+        for i in mixing.get(old.op, ()):
+            decided = safe and i < 2
+            if not decided and value_at_zero(args[i], memo) != 0:
+                args[i] = node("valid", args[i])
+        done[old] = node(old.op, *args, **dict(old.attrs)) if args else old
+    return _mapped(program, done)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counts
+
+
+def count(program: Program) -> dict[str, int]:
+    """Tile products, solves (or inverses) and exponentials of a program, counted once each."""
+    order = program.nodes()
+    products = sum(n.op in ("matmul", "gram", "gram_dx", "gram_dy") for n in order)
+    solves = sum(n.op in ("solve", "solve_t", "inverse") for n in order)
+    return {"products": products, "solves": solves, "exponentials": sum(n.op in ("exp", "pair") for n in order)}

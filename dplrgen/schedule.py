@@ -1,0 +1,382 @@
+"""The cut of a program into kernels.
+
+Questions about the graph are asked of a networkx DiGraph: what lies on a cycle through a carried state is sequential
+over chunks and makes a *scan*; the rest is parallel over chunks. Then five rules place every value:
+
+1. A scan is cut along the value axis, so nothing that contracts over V can ride in it. If nothing downstream of a state
+   contracts over V, all of it rides in the scan and the states never reach memory; otherwise the scan does its cycle only.
+2. Elementwise work and running sums over inputs are recomputed in every parallel kernel that wants them; scans load
+   them, since a scan's time is its length.
+3. A parallel kernel walks V in blocks; products without a value axis that need a finished contraction over V go to a
+   kernel of their own, so they run once, with registers to themselves.
+4. A state-sized product rides in the scan that reads it: its operands are smaller than it is.
+5. The C x C matrices that cost a tree or an inverse, and that the backward multiplies with, are saved by the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+
+from dplrgen.errors import IRError
+from dplrgen.ir import OPS, Node, Program, leaf, substitute, topological
+
+__all__ = ["Kernel", "Phase", "Plan", "TREE", "contracts", "graph", "plan", "saved_values"]
+
+TREE = frozenset({"gram", "gram_dx", "gram_dy"})
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A run of equations of a kernel; ``over_v`` ones stand in a loop over blocks of value columns."""
+
+    over_v: bool
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch.
+
+    ``loads`` are leaves and values stored by earlier launches; ``stores`` are read by later ones or are results.
+    ``state`` is the carried value of a scan and its next; ``step`` its direction; ``keep_state`` asks for the value
+    before every chunk to be stored.
+    """
+
+    name: str
+    kind: str  # parallel or scan
+    loads: tuple[Node, ...]
+    phases: tuple[Phase, ...]
+    stores: tuple[Node, ...]
+    state: tuple[Node, Node] | None = None
+    step: int = 1
+    keep_state: bool = False
+    serves: int = 0  # bit mask over the program's outputs (and one more bit a carried value's end) that need it
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [n for phase in self.phases for n in phase.nodes]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program cut into kernels, in launch order, with a name for every value that crosses a boundary."""
+
+    program: Program
+    kernels: tuple[Kernel, ...]
+    saved: tuple[Node, ...]
+    names: Mapping[Node, str]
+
+
+def graph(program: Program) -> nx.DiGraph:
+    """The program as a graph, operands to results, with an edge from each carried value's next back to it."""
+    g = nx.DiGraph()
+    for n in program.nodes():
+        g.add_node(n)
+        g.add_edges_from((a, n) for a in n.args)
+    g.add_edges_from((new, state) for state, new, _ in program.carried)
+    return g
+
+
+def contracts(n: Node, axis: str = "V") -> bool:
+    """Whether the operation sums over the axis."""
+    if n.op == "sum":
+        return bool(n.attr("axis") == axis)
+    if n.op == "matmul":
+        return n.args[0].axes[0 if n.attr("tx") else 1] == axis
+    return False
+
+
+def has_v(n: Node) -> bool:
+    return "V" in n.axes or contracts(n)
+
+
+def is_leaf(n: Node) -> bool:
+    return n.op in ("input", "param", "const") or (n.op == "spread" and n.args[0].op == "const")
+
+
+def saved_values(forward: Program, backward: Program) -> list[Node]:
+    """Rule 5: the C x C operands of products that both programs form."""
+    there = set(backward.nodes())
+    operands = {a for n in forward.nodes() if n.op == "matmul" for a in n.args}
+    square = [n for n in forward.nodes() if n.axes == ("C", "C") and n in operands and n in there]
+    return [n for n in square if any(OPS[m.op].cost != "cheap" for m in topological([n]))]
+
+
+def plan(program: Program, saved: Iterable[Node] = (), load_saved: bool = False) -> Plan:
+    """Cut a program. ``saved`` values are stored (forward), or come as inputs if ``load_saved`` (backward)."""
+    saved = tuple(saved)
+    names = dict(program.names)
+    for number, n in enumerate(saved):
+        names.setdefault(n, "E" if n.op == "inverse" else f"M{number}")
+    if load_saved:
+        program, saved, names = _load(program, saved, names)
+    stage = _stages(program)
+    cheap = _recomputable(program)
+    place = _placement(program, stage, cheap)
+    kernels = _kernels(program, place, cheap, () if load_saved else saved)
+    return Plan(program, tuple(kernels), saved, _christen(program, kernels, names))
+
+
+def _load(program: Program, saved: tuple[Node, ...], names: dict[Node, str]) -> tuple[Program, tuple[Node, ...], dict[Node, str]]:
+    leaves = {n: leaf(names[n], n.axes, role="saved") for n in saved}
+    table = substitute(program.roots(), leaves)
+    outputs = tuple((k, table[n]) for k, n in program.outputs)
+    carried = tuple((s, table[n], d) for s, n, d in program.carried)
+    names = {table.get(n, n): label for n, label in names.items() if n not in leaves and n in table}
+    return Program(program.name, outputs, carried, names), tuple(leaves.values()), names
+
+
+def _stages(program: Program) -> dict[Node, int]:
+    """Even stages are parallel, odd ones scans in the order of the carried values."""
+    g = graph(program)
+    where = {n: 2 * i + 1 for i, (s, _, _) in enumerate(program.carried) for n in _cycle(g, s)}
+    for i, (state, _, _) in enumerate(program.carried):
+        below = [n for n in nx.descendants(g, state) if n not in where]
+        if not any(contracts(n) for n in below):
+            where |= dict.fromkeys(below, 2 * i + 1)
+    stage: dict[Node, int] = {}
+    for n in program.nodes():
+        first = max((stage[a] for a in n.args), default=0)
+        if n in where:
+            if first > where[n]:
+                raise IRError(f"{program.name}: a scan needs a value that only a later launch has")
+            stage[n] = where[n]
+        else:
+            stage[n] = first + first % 2
+    stage = _latest(program, stage)
+    for n in program.nodes():
+        readers = {stage[r] for r in g.successors(n)}
+        if n.axes == ("K", "V") and stage[n] == 0 and n.args and len(readers) == 1 and min(readers) % 2 == 1:
+            stage[n] = min(readers)
+    return stage
+
+
+def _cycle(g: nx.DiGraph, state: Node) -> set[Node]:
+    component = next(c for c in nx.strongly_connected_components(g) if state in c)
+    return component | {state}
+
+
+def _latest(program: Program, stage: dict[Node, int]) -> dict[Node, int]:
+    """Parallel work after a scan waits for the last parallel stage unless a later scan reads it."""
+    order = program.nodes()
+    last = max(s + s % 2 for s in stage.values())
+    readers: dict[Node, list[Node]] = {}
+    for n in order:
+        for a in n.args:
+            readers.setdefault(a, []).append(n)
+    for n in reversed(order):
+        if stage[n] >= 2 and stage[n] % 2 == 0:
+            nearest = min((stage[r] for r in readers.get(n, [])), default=last)
+            stage[n] = nearest - nearest % 2
+    return stage
+
+
+def _recomputable(program: Program) -> set[Node]:
+    """Rule 2: cheap operations over inputs alone."""
+    states = {s for s, _, _ in program.carried}
+    cheap: set[Node] = set()
+    for n in program.nodes():
+        if n not in states and OPS[n.op].cost == "cheap" and all(a in cheap for a in n.args) and not contracts(n):
+            cheap.add(n)
+    return cheap
+
+
+def _placement(program: Program, stage: dict[Node, int], cheap: set[Node]) -> dict[Node, tuple[int, int]]:
+    """Rule 3: (stage, part) of every value that is not a leaf."""
+    order = program.nodes()
+    part: dict[Node, int] = {}
+    summed: set[Node] = set()  # depends on a contraction over V of its own stage
+    for n in order:
+        mates = [a for a in n.args if stage.get(a) == stage[n] and a not in cheap]
+        after = contracts(n) or any(a in summed for a in mates)
+        if after:
+            summed.add(n)
+        behind = OPS[n.op].cost != "cheap" and not has_v(n) and any(a in summed for a in mates)
+        part[n] = max([part[a] for a in mates] + [int(behind and stage[n] > 0 and stage[n] % 2 == 0)])
+    results = {n for _, n in program.outputs}
+    readers: dict[Node, list[Node]] = {}
+    for n in order:
+        for a in n.args:
+            readers.setdefault(a, []).append(n)
+    for n in reversed(order):
+        mates = [r for r in readers.get(n, []) if stage[r] == stage[n]]
+        sinkable = OPS[n.op].cost == "cheap" and not has_v(n) and n not in results and n not in cheap
+        if stage[n] % 2 == 0 and sinkable and mates and len(mates) == len(readers[n]):
+            part[n] = min(part[r] for r in mates)
+    for _, n in program.outputs:  # results without a value axis wait, so that they are written in one place
+        if stage[n] % 2 == 0 and stage[n] > 0 and not has_v(n) and OPS[n.op].cost == "cheap" and not is_leaf(n):
+            part[n] = max([p for m, p in part.items() if stage[m] == stage[n]])
+    return {n: (stage[n], part[n]) for n in order}
+
+
+_KIND = {0: "prepare", 1: "scan", 2: "between", 3: "reverse", 4: "finish"}
+
+
+def _kernels(program: Program, place: dict[Node, tuple[int, int]], cheap: set[Node], saved: tuple[Node, ...]) -> list[Kernel]:
+    order = program.nodes()
+    results = [n for _, n in program.outputs]
+    states = {s: (new, step) for s, new, step in program.carried}
+    slots = sorted({place[n] for n in order})
+    owner = {n: place[n] for n in order if not is_leaf(n) and n not in states}
+    wanted: dict[tuple[int, int], list[Node]] = {slot: [] for slot in slots}
+    made: list[Kernel] = []
+    # A recomputable value belongs to whoever reads it; scans read it from the first kernel.
+    for slot in slots:
+        for n in order:
+            if owner.get(n) != slot or (n in cheap and not _stored_cheap(n, slot, order, owner, results, saved)):
+                continue
+            wanted[slot].append(n)
+    for slot in slots:
+        if not wanted[slot]:
+            continue
+        made.append(_kernel(program, slot, wanted, owner, cheap, states, results, saved))
+    return _with_service(program, made)
+
+
+def _stored_cheap(n, slot, order, owner, results, saved) -> bool:  # type: ignore[no-untyped-def]
+    """Whether the first kernel must store a recomputable value: a scan reads it, or it is a result."""
+    read_by_scan = any(n in m.args and owner.get(m, (0, 0))[0] % 2 == 1 for m in order)
+    return read_by_scan or n in saved or n in results
+
+
+def _kernel(program, slot, wanted, owner, cheap, states, results, saved) -> Kernel:  # type: ignore[no-untyped-def]
+    stage, part = slot
+    scan = stage % 2 == 1
+    mine = set(wanted[slot])
+    elsewhere = {n for s, ns in wanted.items() if s != slot for n in ns}
+    state = next((s for s in states if stage == 2 * list(states).index(s) + 1), None) if scan else None
+
+    def external(n: Node) -> bool:
+        if is_leaf(n) or (n in states and n is not state):
+            return True
+        if n in mine:
+            return False
+        stored = n in elsewhere and owner[n] < slot
+        return stored if scan or _costs_a_run(n) else n not in cheap
+
+    roots = list(wanted[slot])
+    stop = frozenset(n for n in topological(roots) if external(n))
+    body = [n for n in topological(roots, stop) if n not in stop and n is not state]
+    loads = tuple(n for n in topological(roots, stop) if n in stop and n.op not in ("param", "const", "spread"))
+    later = [m for s, ns in wanted.items() if s != slot for m in ns]
+    readers = set(_reached(later, cheap, owner, scan))
+    stores = tuple(n for n in wanted[slot] if n in readers or n in results or n in saved)
+    name = _KIND[stage] + ("" if part == 0 else f"_{part}")
+    new, step = states[state] if state is not None else (None, 1)
+    kept = state is not None and any(state in m.args for m in later)
+    phases = (Phase(False, tuple(body)),) if scan else _phases(body, loads)
+    pair = (state, new) if state is not None else None
+    return Kernel(name, "scan" if scan else "parallel", loads, phases, stores, pair, step, kept)
+
+
+def _costs_a_run(n: Node) -> bool:
+    return any(m.op == "run" for m in topological([n]))
+
+
+def _reached(roots: list[Node], cheap: set[Node], owner: Mapping[Node, object], scan: bool) -> Iterable[Node]:
+    """Operands that the given values read directly, through recomputable ones too."""
+    for n in roots:
+        for a in n.args:
+            yield a
+            if a in cheap:
+                yield from _reached([a], cheap, owner, scan)
+
+
+def _phases(body: list[Node], loads: tuple[Node, ...]) -> tuple[Phase, ...]:
+    """Alternate runs without and with a loop over V; a contraction over V ends its loop."""
+    number: dict[Node, int] = {}
+    for n in body:
+        first = 0
+        for a in n.args:
+            if a in number:
+                first = max(first, number[a] + (1 if contracts(a) else 0))
+        number[n] = first + ((first + 1) % 2 if has_v(n) else first % 2)
+    phases = []
+    for p in range(max(number.values(), default=0) + 1):
+        nodes = [n for n in body if number[n] == p]
+        if p % 2 == 1 and nodes:
+            again = [n for n in topological(nodes) if number.get(n, p) < p and has_v(n) and not contracts(n)]
+            if any(OPS[n.op].cost != "cheap" for n in again):
+                raise IRError(f"{again[0]!r} would be needed in two loops over V of one kernel")
+            nodes = [n for n in body if n in again or n in nodes]
+        if nodes:
+            phases.append(Phase(p % 2 == 1, tuple(nodes)))
+    return tuple(phases)
+
+
+def _with_service(program: Program, kernels: list[Kernel]) -> list[Kernel]:
+    """Note for each kernel which outputs need it, so that a launch nobody needs is left out."""
+    needs = {n: 1 << i for i, (_, n) in enumerate(program.outputs)}
+    masks: dict[Node, int] = {}
+    ends = {new: 1 << (len(program.outputs) + i) for i, (_, new, _) in enumerate(program.carried)}
+    serves: list[int] = []
+    for kernel in reversed(kernels):
+        mask = 0
+        for n in kernel.stores:
+            mask |= masks.get(n, 0) | needs.get(n, 0)
+        if kernel.state:
+            mask |= masks.get(kernel.state[0], 0) | ends.get(kernel.state[1], 0)
+        for n in kernel.loads:
+            masks[n] = masks.get(n, 0) | mask
+        serves.append(mask)
+    return [_replace_serves(k, s) for k, s in zip(kernels, reversed(serves), strict=True)]
+
+
+def _replace_serves(kernel: Kernel, serves: int) -> Kernel:
+    from dataclasses import replace
+
+    return replace(kernel, serves=serves)
+
+
+def _christen(program: Program, kernels: list[Kernel], names: Mapping[Node, str]) -> dict[Node, str]:
+    """A unique name for every value of the program that is bound to one: given, by its operation, or numbered."""
+    out: dict[Node, str] = {}
+    taken: set[str] = set()
+
+    def take(n: Node, label: str) -> None:
+        unique, number = label, 2
+        while unique in taken:
+            unique, number = f"{label}{number}", number + 1
+        out[n] = unique
+        taken.add(unique)
+
+    for n in program.nodes():
+        if n.op == "input":
+            take(n, str(n.attr("name")))
+    for label, n in program.outputs:
+        if n not in out and not is_leaf(n):
+            take(n, label)
+    for n, label in names.items():
+        if n not in out:
+            take(n, label)
+    for n in program.nodes():
+        if n in out or is_leaf(n):
+            continue
+        take(n, _word(n, out))
+    return out
+
+
+def _word(n: Node, names: Mapping[Node, str]) -> str:
+    if n.op == "inverse":
+        return "E"
+    if n.op == "matmul":
+        x = n.args[0]
+        if (x.op == "inverse" or names.get(x) == "E") and not n.attr("tx"):
+            return "W" if n.axes == ("C", "K") else "U"
+    return "x"
+
+
+def _options(**kernels: tuple[int, int, int]) -> tuple[tuple[str, tuple[int, int, int]], ...]:
+    return tuple(kernels.items())
+
+
+#: (bytes an element, largest K, tokens a chunk, ((kernel, (columns of V a block, warps, stages)), ...)); first match wins.
+CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int]], ...]], ...] = (
+    (2, 64, 64, _options(prepare=(64, 4, 1), scan=(64, 4, 3), reverse=(64, 4, 3), finish=(64, 4, 2), finish_1=(64, 4, 1))),
+    (2, 128, 64, _options(prepare=(64, 4, 1), scan=(64, 4, 3), reverse=(64, 4, 3), finish=(64, 8, 2), finish_1=(64, 8, 1))),
+    (2, 256, 32, _options(prepare=(32, 4, 1), scan=(32, 4, 2), reverse=(32, 4, 2), finish=(32, 8, 1), finish_1=(32, 8, 1))),
+    (4, 256, 16, _options(prepare=(32, 4, 1), scan=(32, 4, 2), reverse=(32, 4, 2), finish=(32, 4, 1), finish_1=(32, 4, 1))),
+)

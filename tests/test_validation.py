@@ -1,0 +1,404 @@
+"""What the API refuses, with which exception and which words; and what it does not do when nobody asks."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import metrics
+import pytest
+import torch
+from inputs import has_gate, make
+from oracles import GATES, ORACLES, SIGNATURES, names
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dplrgen import ops
+
+torch.set_num_threads(1)
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+SIZE = {"B": 2, "T": 21, "H": 2, "HV": 4, "K": 16, "V": 24}
+SIZES = tuple(SIZE.values())
+NEVER_ASSERT = (AssertionError, IndexError, KeyError, AttributeError, RuntimeError)
+
+
+def plain(name: str, dtype: torch.dtype = F32, **law) -> list[Tensor]:
+    """Streams that require no grad."""
+    return [x.detach() for x in make(name, *SIZES, dtype, seed=70, **law)[0]]
+
+
+def state_for(name: str, dtype: torch.dtype = F32) -> Tensor:
+    return make(name, *SIZES, dtype, seed=70)[1].detach()
+
+
+def at(name: str, stream: str) -> int:
+    return names(name).index(stream)
+
+
+def with_stream(name: str, stream: str, change, dtype: torch.dtype = F32, **law) -> list[Tensor]:
+    streams = plain(name, dtype, **law)
+    streams[at(name, stream)] = change(streams[at(name, stream)])
+    return streams
+
+
+def symbols(shape: str) -> str:
+    return "[" + ", ".join(shape.split()) + "]"
+
+
+# One of every kind of stream, so that each shape is met: (variant, stream, shape) without repeats of the shape alone.
+STREAMS = [pytest.param(v, s, shape, id=f"{v}-{s}") for v in SIGNATURES for s, shape in SIGNATURES[v]]
+
+
+@pytest.mark.parametrize(("name", "stream", "shape"), STREAMS)
+def test_wrong_rank_names_the_stream_the_shape_and_what_was_found(name: str, stream: str, shape: str) -> None:
+    streams = with_stream(name, stream, lambda x: x[0])
+    found = list(streams[at(name, stream)].shape)
+    with pytest.raises(ValueError, match=rf"\b{stream}\b") as error:
+        getattr(ops, name)(*streams)
+    text = str(error.value)
+    assert symbols(shape) in text
+    assert str(found) in text
+
+
+@pytest.mark.parametrize(("name", "stream", "shape"), [p for p in STREAMS if p.values[1] not in ("q", "v")])
+def test_wrong_size_in_any_axis(name: str, stream: str, shape: str) -> None:
+    for axis in range(len(shape.split())):
+        streams = with_stream(name, stream, lambda x, axis=axis: torch.cat([x, x], dim=axis))
+        found = list(streams[at(name, stream)].shape)
+        with pytest.raises(ValueError, match=rf"\b{stream}\b") as error:
+            getattr(ops, name)(*streams)
+        assert symbols(shape) in str(error.value)
+        assert str(found) in str(error.value)
+
+
+@pytest.mark.parametrize(("stream", "axis"), [*(("q", i) for i in range(4)), *(("v", i) for i in range(3))])
+@pytest.mark.parametrize("name", ORACLES)
+def test_wrong_size_of_a_stream_that_defines_sizes(name: str, stream: str, axis: int) -> None:
+    """q and v say what B, T, H, K, HV and V are, so the words may be about another stream; still a ValueError."""
+    streams = with_stream(name, stream, lambda x: x.narrow(axis, 0, x.shape[axis] // 2))
+    with pytest.raises(ValueError, match="must"):
+        getattr(ops, name)(*streams)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_heads_must_divide_value_heads(name: str) -> None:
+    streams = [
+        x[:, :, :1].expand(-1, -1, 3 if "HV" not in shape.split() else 4, *[-1] * (x.ndim - 3)).contiguous()
+        for x, (_, shape) in zip(plain(name), SIGNATURES[name], strict=True)
+    ]
+    with pytest.raises(ValueError, match="HV") as error:
+        getattr(ops, name)(*streams)
+    assert "3" in str(error.value)
+    assert "4" in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "stream"), [(p.values[0], p.values[1]) for p in STREAMS])
+def test_dtypes_do_not_mix(name: str, stream: str) -> None:
+    """Neither float64 nor bfloat16 beside float32; float32 beside bfloat16 for a gate, and only there."""
+    op = getattr(ops, name)
+    for other in (F64, BF16, F16):
+        with pytest.raises(TypeError, match=str(other).removeprefix("torch.")):
+            op(*with_stream(name, stream, lambda x, other=other: x.to(other)))
+    mixed = with_stream(name, stream, lambda x: x.float(), dtype=BF16)
+    if stream in GATES:
+        o, _ = op(*mixed)
+        assert o.dtype == BF16
+    else:
+        with pytest.raises(TypeError, match="float32"):
+            op(*mixed)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64, torch.uint8])
+@pytest.mark.parametrize("name", ORACLES)
+def test_only_floats(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=str(dtype).removeprefix("torch.")):
+        getattr(ops, name)(*(x.to(dtype) for x in plain(name)))
+    last = names(name)[-1]
+    with pytest.raises(TypeError, match=rf"\b{last}\b"):
+        getattr(ops, name)(*with_stream(name, last, lambda x: x.to(dtype)))
+
+
+@pytest.mark.parametrize("value", [None, 1.0, [[1.0]], "q"], ids=["None", "float", "list", "str"])
+@pytest.mark.parametrize("name", ORACLES)
+def test_only_tensors(name: str, value: object) -> None:
+    for stream in names(name):
+        with pytest.raises(TypeError, match=rf"\b{stream}\b"):
+            getattr(ops, name)(*with_stream(name, stream, lambda x: value))
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_float64_goes_through_state_and_all(name: str) -> None:
+    streams, h0 = plain(name, F64), state_for(name, F64)
+    o, state = getattr(ops, name)(*streams, initial_state=h0, output_final_state=True)
+    assert (o.dtype, state.dtype) == (F64, F64)
+    with pytest.raises(TypeError, match="initial_state"):
+        getattr(ops, name)(*streams, initial_state=h0.float())
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F64, torch.int32])
+@pytest.mark.parametrize("name", ORACLES)
+def test_state_dtype(name: str, dtype: torch.dtype) -> None:
+    state = state_for(name)
+    with pytest.raises(TypeError, match="initial_state") as error:
+        getattr(ops, name)(*plain(name), initial_state=state.to(dtype))
+    assert "float32" in str(error.value)
+    assert str(dtype).removeprefix("torch.") in str(error.value)
+    o, last = getattr(ops, name)(*plain(name, BF16), initial_state=state, output_final_state=True)
+    assert (o.dtype, last.dtype) == (BF16, F32)
+    with pytest.raises(TypeError, match="initial_state"):
+        getattr(ops, name)(*plain(name, BF16), initial_state=state.to(dtype))
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_state_shape(name: str) -> None:
+    state = state_for(name)
+    for wrong in (state.mT, state[:1], state[:, :2], state[0], state[..., :-1], state.unsqueeze(0)):
+        with pytest.raises(ValueError, match="initial_state") as error:
+            getattr(ops, name)(*plain(name), initial_state=wrong.contiguous())
+        assert "HV, K, V]" in str(error.value)
+        assert str(list(wrong.shape)) in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0.5, [[0.0]], "zeros"], ids=["float", "list", "str"])
+def test_state_kind(value: object) -> None:
+    with pytest.raises(TypeError, match="initial_state"):
+        ops.kda(*plain("kda"), initial_state=value)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor(0.5), torch.tensor([1.0]), "1", [1.0], 1j], ids=lambda x: type(x).__name__
+)
+@pytest.mark.parametrize("name", ORACLES)
+def test_scale_is_a_number(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match="scale"):
+        getattr(ops, name)(*plain(name), scale=value)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_an_integer_scale_is_that_float(name: str) -> None:
+    op, streams = getattr(ops, name), plain(name)
+    assert torch.equal(op(*streams, scale=2)[0], op(*streams, scale=2.0)[0])
+    assert torch.equal(op(*streams, scale=None)[0], op(*streams, scale=0.25)[0])  # K = 16
+    assert not torch.equal(op(*streams, scale=2)[0], op(*streams)[0])
+    assert not op(*streams, scale=0)[0].any()
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_signature(name: str) -> None:
+    parameters = inspect.signature(getattr(ops, name)).parameters
+    assert tuple(parameters)[: len(names(name))] == names(name)
+    options = {n: p for n, p in parameters.items() if n not in names(name)}
+    assert {"scale": None, "initial_state": None, "output_final_state": False, "cu_seqlens": None}.items() <= {
+        n: p.default for n, p in options.items()
+    }.items()
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in options.values())
+
+
+@pytest.mark.parametrize("misspelt", ["initial_states", "output_final_states", "cu_seqlen", "head_first"])
+@pytest.mark.parametrize("name", ORACLES)
+def test_misspelt_keyword(name: str, misspelt: str) -> None:
+    with pytest.raises(TypeError, match=misspelt):
+        getattr(ops, name)(*plain(name), **{misspelt: None})
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_streams_by_name_and_options_by_name_only(name: str) -> None:
+    op, streams = getattr(ops, name), plain(name)
+    assert torch.equal(op(**dict(zip(names(name), streams, strict=True)))[0], op(*streams)[0])
+    with pytest.raises(TypeError, match="positional"):
+        op(*streams, 0.5)
+    with pytest.raises(TypeError, match=names(name)[-1]):
+        op(*streams[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", ORACLES)
+def test_packed_sequences_are_refused_for_now(name: str, dtype: torch.dtype) -> None:
+    streams = [x[:1] for x in plain(name)]
+    with pytest.raises(NotImplementedError, match="cu_seqlens"):
+        getattr(ops, name)(*streams, cu_seqlens=torch.tensor([0, 9, 21], dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_other_devices(name: str) -> None:
+    op, streams = getattr(ops, name), plain(name)
+    with pytest.raises(NotImplementedError, match="meta"):
+        op(*(x.to("meta") for x in streams))
+    for stream in names(name):
+        mixed = with_stream(name, stream, lambda x: x.to("meta"))
+        with pytest.raises((ValueError, NotImplementedError), match="meta"):
+            op(*mixed)
+    with pytest.raises((ValueError, NotImplementedError), match="initial_state"):
+        op(*streams, initial_state=state_for(name).to("meta"))
+
+
+def test_mixed_devices_are_a_value_error() -> None:
+    for stream in names("kda")[1:]:
+        with pytest.raises(ValueError, match=rf"\b{stream}\b"):
+            ops.kda(*with_stream("kda", stream, lambda x: x.to("meta")))
+
+
+def test_unknown_variant() -> None:
+    with pytest.raises(AttributeError, match="kdaa"):
+        ops.kdaa  # noqa: B018
+
+
+def test_refusals_are_made_in_python_before_any_op_runs() -> None:
+    """The words are ours, in one line or few, and come with the built-in types only."""
+    for call in (
+        lambda: ops.kda(*with_stream("kda", "k", lambda x: x[..., :-1])),
+        lambda: ops.kda(*with_stream("kda", "k", lambda x: x.double())),
+        lambda: ops.kda(*plain("kda"), cu_seqlens=torch.tensor([0, 21])),
+    ):
+        with Calls() as calls, pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
+            call()
+        assert type(error.value) in (TypeError, ValueError, NotImplementedError)
+        assert not isinstance(error.value, NEVER_ASSERT) or type(error.value) is NotImplementedError
+        assert len(str(error.value).splitlines()) <= 3
+        assert not calls.of("kda")
+
+
+# What runs, seen by a dispatch mode below autograd.
+
+
+class Calls(TorchDispatchMode):
+    """Records every op of the generated modules that runs: (op, arguments, results)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[object, tuple, object]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen.append((func, args, result))
+        return result
+
+    def of(self, name: str, which: str = "_FORWARD_OP") -> list[tuple[tuple, object]]:
+        op = getattr(importlib.import_module(f"dplrgen.generated.{name}"), which)
+        return [(args, result) for func, args, result in self.seen if func.name() == op.name()]
+
+
+def saved_elements(result: object) -> int:
+    return sum(x.numel() for x in list(result)[2:] if x is not None)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_nothing_is_saved_without_gradients(name: str) -> None:
+    op = getattr(ops, name)
+    streams, h0, _, _ = make(name, *SIZES, F32, seed=71)
+    with Calls() as calls, torch.no_grad():
+        o, state = op(*streams, initial_state=h0, output_final_state=True)
+    ((args, result),) = calls.of(name)
+    assert args[-1] is False
+    assert saved_elements(result) == 0
+    assert not o.requires_grad
+    assert not state.requires_grad
+
+    with Calls() as calls:
+        o, _ = op(*(x.detach() for x in streams), initial_state=h0.detach())
+    ((args, result),) = calls.of(name)
+    assert args[-1] is False
+    assert saved_elements(result) == 0
+    assert not o.requires_grad
+
+    with Calls() as calls:
+        o, state = op(*streams, initial_state=h0, output_final_state=True)
+    ((args, result),) = calls.of(name)
+    assert args[-1] is True
+    assert o.requires_grad
+    assert state.requires_grad
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_an_unasked_final_state_is_not_made(name: str) -> None:
+    with Calls() as calls:
+        _, state = getattr(ops, name)(*plain(name))
+    ((_, result),) = calls.of(name)
+    assert state is None
+    assert result[1] is None or result[1].numel() == 0
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_gradients_reach_exactly_the_inputs_that_want_them(name: str) -> None:
+    streams, h0, do, dht = make(name, *SIZES, F64, seed=72)
+    op = getattr(ops, name)
+    want = metrics.run(op, name, streams, h0, do, dht)
+    for i, stream in enumerate((*names(name), "h0")):
+        leaves = [x.detach().requires_grad_(n == i) for n, x in enumerate((*streams, h0))]
+        with Calls() as calls:
+            o, state = op(*leaves[:-1], initial_state=leaves[-1], output_final_state=True)
+            torch.autograd.backward([o, state], [do, dht])
+        ((args, _),) = calls.of(name, "_BACKWARD_OP")
+        assert args[-1] == 1 << i, f"needs for {stream} alone"
+        assert [x.grad is not None for x in leaves] == [n == i for n in range(len(leaves))]
+        assert metrics.rr(leaves[i].grad, want[f"d{stream}"]) < 1e-11, stream
+
+
+def test_no_backward_runs_when_nothing_wants_it() -> None:
+    streams, h0, _, _ = make("kda", *SIZES, F32, seed=73)
+    other = torch.ones(3, requires_grad=True)
+    with Calls() as calls:
+        o, _ = ops.kda(*(x.detach() for x in streams), initial_state=h0.detach())
+        (o.sum() * other).sum().backward()
+    assert calls.of("kda")
+    assert not calls.of("kda", "_BACKWARD_OP")
+
+
+# Layouts.
+
+
+def strided(x: Tensor, how: str) -> Tensor:
+    """The same numbers in another layout."""
+    if how == "heads first":
+        y = x.transpose(1, 2).contiguous().transpose(1, 2)
+    elif how == "last axis strided":
+        y = torch.stack([x, torch.full_like(x, 7.0)], dim=-1)[..., 0]
+    elif how == "slice of a wider tensor":
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), 7.0, dtype=x.dtype)
+        wide[..., 2:-3] = x
+        y = wide[..., 2:-3]
+    elif how == "tokens reversed":
+        y = x.flip(1).contiguous()[:, torch.arange(x.shape[1] - 1, -1, -1)].transpose(0, 1).contiguous().transpose(0, 1)
+    else:
+        raise ValueError(how)
+    assert torch.equal(x, y)
+    return y
+
+
+@pytest.mark.parametrize("how", ["heads first", "last axis strided", "slice of a wider tensor", "tokens reversed"])
+@pytest.mark.parametrize("name", ORACLES)
+def test_layout_changes_nothing(name: str, how: str) -> None:
+    streams, h0, do, dht = make(name, *SIZES, F32, seed=74)
+    op = getattr(ops, name)
+    want = metrics.run(op, name, streams, h0, do, dht)
+    others = [strided(x.detach(), how).requires_grad_() for x in streams]
+    state = strided(h0.detach(), how).requires_grad_()
+    assert not others[0].is_contiguous()
+    got = metrics.run(op, name, others, state, strided(do, how), strided(dht, how))
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_broadcast_inputs_and_cotangents(name: str) -> None:
+    """expand() makes strides of 0, and the sum of an output sends such a cotangent."""
+    streams, h0, _, _ = make(name, *SIZES, F64, seed=75)
+    op = getattr(ops, name)
+    small = [x.detach()[:, :1].clone().requires_grad_() for x in streams]
+
+    def total(make_streams):
+        o, state = op(*make_streams, initial_state=h0, output_final_state=True)
+        return torch.autograd.grad(o.sum() + state.sum(), [*small, h0])
+
+    tokens = SIZE["T"]
+    got = total([x.expand(-1, tokens, *[-1] * (x.ndim - 2)) for x in small])
+    want = total([x.repeat(1, tokens, *[1] * (x.ndim - 2)) for x in small])
+    assert all(metrics.rr(x, y) < 1e-12 for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("name", [n for n in ORACLES if has_gate(n)])
+def test_messages_hold_no_addresses(name: str) -> None:
+    with pytest.raises(ValueError, match="must") as error:
+        getattr(ops, name)(*with_stream(name, "g", lambda x: x[..., :1, :0]))
+    assert not re.search(r"0x[0-9a-f]{6,}|object at", str(error.value))
