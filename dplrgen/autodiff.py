@@ -158,14 +158,21 @@ def _run(n: Node, d: Node) -> Sequence[Node | None]:
 
 @vjp("gram")
 def _gram(n: Node, d: Node) -> Sequence[Node | None]:
-    """The decay of a pair (i, j) is a sum of g over j+1..i (i-1): what row i gains and column j loses, summed back."""
+    """The decay of a pair (i, j) is a sum of g over j+1..i (i-1): what row i gains and column j loses, summed back.
+
+    The diagonal has no decay; left in, its two equal shares would cancel in the gate's gradient with a rounding error.
+    """
     x, y, g = n.args
-    attrs = dict(n.attrs)
-    d = node("mask", d, strict=attrs["strict"])
-    dx, dy = node("gram_dx", d, y, g, **attrs), node("gram_dy", d, x, g, **attrs)
+    attrs = dict(n.attrs) | {"strict": True}
+    below = node("mask", d, strict=True)
+    dx, dy = node("gram_dx", below, y, g, **attrs), node("gram_dy", below, x, g, **attrs)
     gained, lost = fit(x * dx, g.axes), fit(y * dy, g.axes)
     left = "from" if attrs["left"] == "to" else "after"
-    return dx, dy, node("run", gained, over=left) + -node("run", lost, over="from")
+    dg = node("run", gained, over=left) - node("run", lost, over="from")
+    if n.attr("strict"):
+        return dx, dy, dg
+    diagonal = node("diagonal", d)
+    return dx + diagonal * y, dy + diagonal * x, dg
 
 
 @vjp("solve")

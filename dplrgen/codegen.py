@@ -108,8 +108,8 @@ def _triton_run(n: Node, args: list[str]) -> str:
         return f"tl.sum({args[0]}, 0)"
     parts = "GATE_PARTS" if over in ("to", "before", "after") and _is_gate(n.args[0]) else "SUM_PARTS"
     if len(axes) == 1:
-        return f"_sums_of_numbers(_keep_{over}(c), {args[0]})"
-    return f"_sums(_keep_{over}(c), {args[0]}, {parts})"
+        return f"_sums_of_numbers(_keep_{over}(row), {args[0]})"
+    return f"_sums(_keep_{over}(row), {args[0]}, {parts})"
 
 
 def _is_gate(n: Node) -> bool:
@@ -129,9 +129,10 @@ _TRITON: dict[str, Callable[[Node, list[str]], str]] = {
     "run": _triton_run,
     "spread": _triton_spread,
     "valid": lambda n, args: f"tl.where({_inside(n.axes)}, {args[0]}, 0.0)",
-    "mask": lambda n, args: f"tl.where(_keep_{'before' if n.attr('strict') else 'to'}(c), {args[0]}, 0.0)",
-    "pair": lambda n, args: f"_pairs({args[0]}, c, {n.attr('left') == 'before'}, {n.attr('strict')}, GATE_PARTS)",
-    "inverse": lambda n, args: f"_inverse({args[0]}, c, LEVELS, SOLVE)",
+    "mask": lambda n, args: f"tl.where(_keep_{'before' if n.attr('strict') else 'to'}(row), {args[0]}, 0.0)",
+    "diagonal": lambda n, args: f"tl.sum(tl.where(row[:, None] == row[None, :], {args[0]}, 0.0), 1)",
+    "pair": lambda n, args: f"_pairs({args[0]}, row, {n.attr('left') == 'before'}, {n.attr('strict')}, GATE_PARTS)",
+    "inverse": lambda n, args: f"_inverse({args[0]}, row, LEVELS, SOLVE)",
 }
 
 
@@ -172,7 +173,8 @@ def _torch_aligned(text: str, axes: Axes, out: Axes) -> str:
 
 def _torch_gram(n: Node, args: list[str]) -> str:
     kind = {"gram": "_gram", "gram_dx": "_gram_dx", "gram_dy": "_gram_dy"}[n.op]
-    return f"{kind}({', '.join(args)}, {n.attr('left') == 'before'}, {n.attr('strict')})"
+    strict = f", {n.attr('strict')}" if n.op == "gram" else ""
+    return f"{kind}({', '.join(args)}, {n.attr('left') == 'before'}{strict})"
 
 
 _TORCH: dict[str, Callable[[Node, list[str]], str]] = {
@@ -182,6 +184,7 @@ _TORCH: dict[str, Callable[[Node, list[str]], str]] = {
     "spread": _torch_spread,
     "valid": lambda n, args: f"_valid({args[0]}, T, {n.axes.index('C') - len(n.axes) if 'C' in n.axes else None})",
     "mask": lambda n, args: f"torch.tril({args[0]}, {-1 if n.attr('strict') else 0})",
+    "diagonal": lambda n, args: f"{args[0]}.diagonal(dim1=-2, dim2=-1)",
     "pair": lambda n, args: f"_pairs_of({args[0]}, {n.attr('left') == 'before'}, {n.attr('strict')})",
     "inverse": lambda n, args: f"_inverse_of({args[0]})",
     "gram": _torch_gram,
@@ -401,15 +404,15 @@ def _tree(plan: Plan, group: list[Node], local: Mapping[Node, str], writer: _Wri
 
     for n in group:
         name, before, strict = plan.names[n], n.attr("left") == "before", n.attr("strict")
-        side = "e_before" if before else "e"
+        side = "decay_before" if before else "decay"
         first, second = text(n.args[0]), text(n.args[1])
         entry = {"name": name, "strict": strict, "side": side, "equation": f"{name} = {show(n, writer.names)}"}
         if n.op == "gram":
-            grams.append(entry | {"x": first, "y": second, "left": operand(first, side), "right": operand(second, "e")})
+            grams.append(entry | {"x": first, "y": second, "left": operand(first, side), "right": operand(second, "decay")})
         elif n.op == "gram_dx":
-            dxs.append(entry | {"d": first, "other": second, "right": operand(second, "e")})
+            dxs.append(entry | {"d": first, "right": operand(second, "decay")})
         else:
-            dys.append(entry | {"d": first, "other": second, "left": operand(second, side)})
+            dys.append(entry | {"d": first, "left": operand(second, side)})
     decays = {d["d"]: None for d in (*dxs, *dys)}
     g = group[0].args[2]
     info = {
@@ -448,7 +451,7 @@ def torch_context(plan: Plan, signature: Mapping[str, tuple[str, Axes]]) -> list
             local[n] = name
             if scan and n not in states:
                 sliced.append(name)
-                local[n] = f"{name}_n"
+                local[n] = f"{name}_here"
         lines = []
         for n in nodes:
             if n in inline:
@@ -466,7 +469,10 @@ def torch_context(plan: Plan, signature: Mapping[str, tuple[str, Axes]]) -> list
         stores = [plan.names[n] for n in kernel.stores]
         for n in kernel.stores:
             bound[n] = plan.names[n]
-        guard = 0 if len(plan.program.carried) == 1 else _needs(plan, kernel.serves)
+        served = 0
+        for line in lines:
+            served |= line.info["serves"]
+        guard = 0 if len(plan.program.carried) == 1 else _needs(plan, served)
         groups.append({"guard": guard, "runs": _runs(plan, lines, scan), "name": kernel.name, "scan": scan, "sliced": sliced, "lines": lines, "state": state, "stores": stores,
                        "step": kernel.step, "serves": kernel.serves})
     return groups

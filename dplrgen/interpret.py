@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,6 +151,7 @@ _TILE: dict[str, Callable[[Node, list[Tensor]], Tensor]] = {
     "valid": lambda n, args: args[0],
     "matmul": _matmul,
     "mask": lambda n, args: _triangle(args[0], n.attr("strict")),
+    "diagonal": lambda n, args: args[0].diagonal(dim1=-2, dim2=-1),
     "run": _running,
     "gram": _gram,
     "gram_dx": _gram_dx,
@@ -161,7 +161,3 @@ _TILE: dict[str, Callable[[Node, list[Tensor]], Tensor]] = {
     "solve_t": _solve_t,
     "inverse": _inverse,
 }
-
-
-def expand(x: Tensor, like: Tensor) -> Any:
-    return x.expand_as(like)

@@ -21,7 +21,12 @@ from dplrgen.ir import dot as inner
 __all__ = ["VARIANTS", "Variant", "clip", "get"]
 
 _ROLES = {"key": "a key-like input", "value": "the value input", "gate": "a gate"}
-_RESERVED = {"scale", "initial_state", "output_final_state", "cu_seqlens", "check", "state", "S", "dO", "do", "dht"}
+#: Names that the generated code gives to other things.
+_RESERVED = frozenset(
+    "scale initial_state output_final_state cu_seqlens check save needs state dstate do dht dh0 o final_state initial last "
+    "none shared own given like lead dtype tile head head_v chunk batch start row lane step level edge blocks decay "
+    "decay_before torch tl triton".split()
+)
 
 
 @dataclass(frozen=True)

@@ -220,8 +220,8 @@ def set_op_gain(model: Model, gain: float) -> None:
 
 # Task 1: characters of English text
 
-LM_TOKENS, LM_BATCH = 256, 16
-LM_SCHEDULE = Schedule(steps=400, peak=4e-3, warmup=40)
+LM_TOKENS, LM_BATCH = 256, 8
+LM_SCHEDULE = Schedule(steps=150, peak=4e-3, warmup=20)
 VALIDATION_SHARE = 0.1
 
 

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program 75b21450:
+# Comba: the erase key is an input of its own, program 6201ad60:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -49,7 +49,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba"]
 
-_NAME = "comba_75b21450"
+_NAME = "comba_6201ad60"
 
 
 def _jit(function: Any) -> Any:
@@ -220,65 +220,65 @@ def _forward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x2 = scale * q
     x2 = scale * q
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x3 = x2 @ k^T
     x3 = _dot(x2, tl.trans(k), DOT, PRECISION)
-    g = tl.load(g_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = pair(g, to, strict=False)
-    x = _pairs(g, c, False, False, GATE_PARTS)
+    x = _pairs(g, row, False, False, GATE_PARTS)
     # Aqa = x * x3
     Aqa = x * x3
-    _store_rows(Aqa_out + tile * C * C, Aqa, c, c, C, C, C, True)
-    p = _load_rows(p_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x5 = p @ k^T
     x5 = _dot(p, tl.trans(k), DOT, PRECISION)
     # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, c, False, True, GATE_PARTS)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    x4 = _pairs(g, row, False, True, GATE_PARTS)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * (x4 * x5)))
-    E = _inverse((beta[:, None] * (x4 * x5)), c, LEVELS, SOLVE)
+    E = _inverse((beta[:, None] * (x4 * x5)), row, LEVELS, SOLVE)
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, c, c, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # x9 = sum[to](g)
-    x9 = _sums_of_numbers(_keep_to(c), g)
+    x9 = _sums_of_numbers(_keep_to(row), g)
     # x10 = exp(x9)
     x10 = tl.exp(x9)
     # W = E @ ((beta * p) * x10)
     W = _dot(E, ((beta[:, None] * p) * x10[:, None]), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
     # QL = x2 * x10
     QL = x2 * x10[:, None]
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     # x15 = sum[after](g)
-    x15 = _sums_of_numbers(_keep_after(c), g)
+    x15 = _sums_of_numbers(_keep_after(row), g)
     # AT = k * exp(x15)
     AT = k * tl.exp(x15)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
     # x18 = sum[all](g)
     x18 = tl.sum(g, 0)
     # Gc = exp(x18)
     Gc = tl.exp(x18)
     tl.store(Gc_out + tile, Gc)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # U = E @ (beta * v)
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -315,41 +315,41 @@ def _forward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x11 = W @ S
         x11 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x11
         Vnew = U + (-x11)
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x13 = Aqa @ Vnew
         x13 = _dot(Aqa, Vnew, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x14 = QL @ S
         x14 = _dot(QL, S, DOT, PRECISION)
         # o = x13 + x14
         o = x13 + x14
         if NEED & 1:
-            _store_rows(o_out + ((b * T + t0) * HV + hv) * V, o, c, vs, HV * V, T - t0, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x17 = AT^T @ Vnew
         x17 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
@@ -357,7 +357,7 @@ def _forward_scan(
         S_next = x17 + (S * Gc)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def _backward_prepare(
     U_out,
     W_out,
     AT_out,
-    x18_out,
+    x20_out,
     Gc_out,
     QL_out,
     scale,
@@ -401,54 +401,54 @@ def _backward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = tl.load(g_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = sum[to](g)
-    x = _sums_of_numbers(_keep_to(c), g)
+    x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    p = _load_rows(p_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # W = E @ ((beta * p) * x2)
     W = _dot(E, ((beta[:, None] * p) * x2[:, None]), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
-    # x13 = sum[after](g)
-    x13 = _sums_of_numbers(_keep_after(c), g)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # AT = k * exp(x13)
-    AT = k * tl.exp(x13)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    # x55 = sum[all](g)
-    x55 = tl.sum(g, 0)
-    # Gc = exp(x55)
-    Gc = tl.exp(x55)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    # x16 = sum[after](g)
+    x16 = _sums_of_numbers(_keep_after(row), g)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # AT = k * exp(x16)
+    AT = k * tl.exp(x16)[:, None]
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    # x59 = sum[all](g)
+    x59 = tl.sum(g, 0)
+    # Gc = exp(x59)
+    Gc = tl.exp(x59)
     tl.store(Gc_out + tile, Gc)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # QL = (scale * q) * x2
     QL = (scale * q) * x2[:, None]
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # U = E @ (beta * v)
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x18 = Aqa^T @ do
-        x18 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x18_out + tile * C * V, x18, c, vs, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x20 = Aqa^T @ do
+        x20 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x20_out + tile * C * V, x20, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -484,47 +484,47 @@ def _backward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, S, ks, vs, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x7 = W @ S
         x7 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x7
         Vnew = U + (-x7)
-        _store_rows(Vnew_out + tile * C * V, Vnew, c, vs, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x66 = AT^T @ Vnew
-        x66 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x70 = AT^T @ Vnew
+        x70 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x66 + (S * Gc)
-        S_next = x66 + (S * Gc)
+        # S_next = x70 + (S * Gc)
+        S_next = x70 + (S * Gc)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x18_ptr,
+    x20_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
@@ -556,45 +556,45 @@ def _backward_reverse(
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        dS = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = NT - 1 - i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, dS, ks, vs, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x17 = AT @ dS
-        x17 = _dot(AT, dS, DOT, PRECISION)
-        x18 = _load_rows(x18_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # dVnew = x17 + x18
-        dVnew = x17 + x18
-        _store_rows(dVnew_out + tile * C * V, dVnew, c, vs, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x69 = QL^T @ do
-        x69 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x71 = W^T @ dVnew
-        x71 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+    for step in range(NT):
+        chunk = NT - 1 - step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x19 = AT @ dS
+        x19 = _dot(AT, dS, DOT, PRECISION)
+        x20 = _load_rows(x20_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x19 + x20
+        dVnew = x19 + x20
+        _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x73 = QL^T @ do
+        x73 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x75 = W^T @ dVnew
+        x75 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x69) + -x71
-        dS_prev = ((dS * Gc) + x69) + (-x71)
+        # dS_prev = ((dS * Gc) + x73) + -x75
+        dS_prev = ((dS * Gc) + x73) + (-x75)
         dS = dS_prev
     if FINAL:
-        _store_rows(final_out + row * K * V, dS, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -610,11 +610,11 @@ def _backward_finish(
     dQL_out,
     dAqa_out,
     dAT_out,
-    x20_out,
+    x22_out,
     dv_out,
-    x28_out,
-    x54_out,
-    x63_out,
+    x32_out,
+    x58_out,
+    x67_out,
     scale,
     T,
     NT,
@@ -635,65 +635,65 @@ def _backward_finish(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    x20 = tl.zeros([C, C, ], tl.float32)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    x28 = tl.zeros([C, BK, ], tl.float32)
-    x54 = tl.zeros([BK, ], tl.float32)
-    x63 = tl.zeros([C, ], tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    x22 = tl.zeros([C, C, ], tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    x32 = tl.zeros([C, BK, ], tl.float32)
+    x58 = tl.zeros([BK, ], tl.float32)
+    x67 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        S = _load_rows(S_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        Vnew = _load_rows(Vnew_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ Vnew^T
         dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
-        dS = _load_rows(dS_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = Vnew @ dS^T
         dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
-        dVnew = _load_rows(dVnew_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x19 = E^T @ dVnew
-        x19 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x20 = x19 @ Vnew^T
-        x20 += _dot(x19, tl.trans(Vnew), DOT, PRECISION)
-        # dv = x19 * beta
-        dv = x19 * beta[:, None]
+        dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x21 = E^T @ dVnew
+        x21 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x22 = x21 @ Vnew^T
+        x22 += _dot(x21, tl.trans(Vnew), DOT, PRECISION)
+        # dv = x21 * beta
+        dv = x21 * beta[:, None]
         if NEED & 4:
-            _store_rows(dv_out + ((b * T + t0) * HV + hv) * V, dv, c, vs, HV * V, T - t0, V, V % BV == 0)
-        # x28 = x19 @ S^T
-        x28 += _dot(x19, tl.trans(S), DOT, PRECISION)
-        # x53 = dS * S
-        x53 = dS * S
-        # x54 = sum_V(x53)
-        x54 += tl.sum(x53, 1)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x62 = x19 * v
-        x62 = x19 * v
-        # x63 = sum_V(x62)
-        x63 += tl.sum(x62, 1)
-    _store_rows(dQL_out + tile * C * K, dQL, c, ks, K, C, K, K == BK)
-    _store_rows(dAqa_out + tile * C * C, dAqa, c, c, C, C, C, True)
-    _store_rows(dAT_out + tile * C * K, dAT, c, ks, K, C, K, K == BK)
-    _store_rows(x20_out + tile * C * C, x20, c, c, C, C, C, True)
-    _store_rows(x28_out + tile * C * K, x28, c, ks, K, C, K, K == BK)
-    tl.store(x54_out + tile * K + ks, x54, mask=ks < K)
-    tl.store(x63_out + tile * C + c, x63, mask=c < C)
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        # x32 = x21 @ S^T
+        x32 += _dot(x21, tl.trans(S), DOT, PRECISION)
+        # x57 = dS * S
+        x57 = dS * S
+        # x58 = sum_V(x57)
+        x58 += tl.sum(x57, 1)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x66 = x21 * v
+        x66 = x21 * v
+        # x67 = sum_V(x66)
+        x67 += tl.sum(x66, 1)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K == BK)
+    _store_rows(x22_out + tile * C * C, x22, row, row, C, C, C, True)
+    _store_rows(x32_out + tile * C * K, x32, row, col_k, K, C, K, K == BK)
+    tl.store(x58_out + tile * K + col_k, x58, mask=col_k < K)
+    tl.store(x67_out + tile * C + row, x67, mask=row < C)
 
 
 @_jit
@@ -703,14 +703,14 @@ def _backward_finish_1(
     dAqa_ptr,
     k_ptr,
     dAT_ptr,
-    x20_ptr,
+    x22_ptr,
     beta_ptr,
     p_ptr,
     q_ptr,
-    x28_ptr,
-    x54_ptr,
+    x32_ptr,
+    x58_ptr,
     Gc_ptr,
-    x63_ptr,
+    x67_ptr,
     dq_out,
     dk_out,
     dp_out,
@@ -736,97 +736,97 @@ def _backward_finish_1(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = tl.load(g_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = sum[to](g)
-    x = _sums_of_numbers(_keep_to(c), g)
+    x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, c, c, C, C, C, True)
-    # x9 = mask(dAqa, strict=False)
-    x9 = tl.where(_keep_to(c), dAqa, 0.0)
-    # x4 = pair(g, to, strict=False)
-    x4 = _pairs(g, c, False, False, GATE_PARTS)
+    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
+    # x9 = mask(dAqa, strict=True)
+    x9 = tl.where(_keep_before(row), dAqa, 0.0)
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs(g, row, False, True, GATE_PARTS)
     # x10 = x4 * x9
     x10 = x4 * x9
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x11 = x10 @ k
     x11 = _dot(x10, k, DOT, PRECISION)
-    dQL = _load_rows(dQL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dq = ((dQL * x2) + x11) * scale
-    dq = ((dQL * x2[:, None]) + x11) * scale
+    # x12 = diagonal(dAqa)
+    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
+    dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((b * T + t0) * HV + hv) * K, dq, c, ks, HV * K, T - t0, K, K == BK)
-    # x13 = sum[after](g)
-    x13 = _sums_of_numbers(_keep_after(c), g)
-    # x14 = exp(x13)
-    x14 = tl.exp(x13)
-    x20 = _load_rows(x20_ptr + tile * C * C, c, c, C, C, C, True)
-    # x21 = mask(x20, strict=True)
-    x21 = tl.where(_keep_before(c), x20, 0.0)
-    # x16 = pair(g, to, strict=True)
-    x16 = _pairs(g, c, False, True, GATE_PARTS)
-    # x22 = x16 * x21
-    x22 = x16 * x21
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    p = _load_rows(p_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
+    # x16 = sum[after](g)
+    x16 = _sums_of_numbers(_keep_after(row), g)
+    # x17 = exp(x16)
+    x17 = tl.exp(x16)
+    x22 = _load_rows(x22_ptr + tile * C * C, row, row, C, C, C, True)
+    # x23 = mask(x22, strict=True)
+    x23 = tl.where(_keep_before(row), x22, 0.0)
+    # x24 = x4 * x23
+    x24 = x4 * x23
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x6 = beta * p
     x6 = beta[:, None] * p
-    # x23 = x22^T @ x6
-    x23 = _dot(tl.trans(x22), x6, DOT, PRECISION)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x26 = scale * q
-    x26 = scale * q
-    # x27 = x10^T @ x26
-    x27 = _dot(tl.trans(x10), x26, DOT, PRECISION)
-    dAT = _load_rows(dAT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dk = ((dAT * x14) + -x23) + x27
-    dk = ((dAT * x14[:, None]) + (-x23)) + x27
+    # x25 = x24^T @ x6
+    x25 = _dot(tl.trans(x24), x6, DOT, PRECISION)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x28 = scale * q
+    x28 = scale * q
+    # x29 = x10^T @ x28
+    x29 = _dot(tl.trans(x10), x28, DOT, PRECISION)
+    dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dk = ((dAT * x17) + -x25) + (x29 + (x12 * x28))
+    dk = ((dAT * x17[:, None]) + (-x25)) + (x29 + (x12[:, None] * x28))
     if NEED & 2:
-        _store_rows(dk_out + ((b * T + t0) * HV + hv) * K, dk, c, ks, HV * K, T - t0, K, K == BK)
-    # x31 = x22 @ k
-    x31 = _dot(x22, k, DOT, PRECISION)
-    x28 = _load_rows(x28_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # x33 = -(x28 * x2) + -x31
-    x33 = (-(x28 * x2[:, None])) + (-x31)
-    # dp = x33 * beta
-    dp = x33 * beta[:, None]
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
+    # x35 = x24 @ k
+    x35 = _dot(x24, k, DOT, PRECISION)
+    x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # x37 = -(x32 * x2) + -x35
+    x37 = (-(x32 * x2[:, None])) + (-x35)
+    # dp = x37 * beta
+    dp = x37 * beta[:, None]
     if NEED & 8:
-        _store_rows(dp_out + ((b * T + t0) * HV + hv) * K, dp, c, ks, HV * K, T - t0, K, K == BK)
-    # x38 = sum_K(((dQL * x26) + -(x28 * x6)))
-    x38 = tl.sum(((dQL * x26) + (-(x28 * x6))), 1)
-    # x49 = sum_K((((x6 * x31) + -(k * (x23 + -x27))) + -(x26 * x11)))
-    x49 = tl.sum((((x6 * x31) + (-(k * (x23 + (-x27))))) + (-(x26 * x11))), 1)
-    # x52 = sum[from](((x38 * x2) + -x49))
-    x52 = _sums_of_numbers(_keep_from(c), ((x38 * x2) + (-x49)))
-    x54 = tl.load(x54_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    # dGc = sum_K(x54)
-    dGc = tl.sum(x54, 0)
-    # x59 = sum_K((dAT * k))
-    x59 = tl.sum((dAT * k), 1)
-    # x61 = sum[before]((x59 * x14))
-    x61 = _sums_of_numbers(_keep_before(c), (x59 * x14))
+        _store_rows(dp_out + ((batch * T + start) * HV + head_v) * K, dp, row, col_k, HV * K, T - start, K, K == BK)
+    # x42 = sum_K(((dQL * x28) + -(x32 * x6)))
+    x42 = tl.sum(((dQL * x28) + (-(x32 * x6))), 1)
+    # x53 = sum_K((((x6 * x35) + -(k * (x25 + -x29))) + -(x28 * x11)))
+    x53 = tl.sum((((x6 * x35) + (-(k * (x25 + (-x29))))) + (-(x28 * x11))), 1)
+    # x56 = sum[from](((x42 * x2) + -x53))
+    x56 = _sums_of_numbers(_keep_from(row), ((x42 * x2) + (-x53)))
+    x58 = tl.load(x58_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # dGc = sum_K(x58)
+    dGc = tl.sum(x58, 0)
+    # x63 = sum_K((dAT * k))
+    x63 = tl.sum((dAT * k), 1)
+    # x65 = sum[before]((x63 * x17))
+    x65 = _sums_of_numbers(_keep_before(row), (x63 * x17))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x52 + (dGc * Gc)) + x61
-    dg = (x52 + (dGc * Gc)) + x61
+    # dg = (x56 + (dGc * Gc)) + x65
+    dg = (x56 + (dGc * Gc)) + x65
     if NEED & 16:
-        tl.store(dg_out + ((b * T + t0) * HV + hv) + c * HV, dg, mask=in_c)
-    # x65 = sum_K((x33 * p))
-    x65 = tl.sum((x33 * p), 1)
-    x63 = tl.load(x63_ptr + tile * C + c, mask=c < C, other=0.0)
-    # dbeta = x63 + x65
-    dbeta = x63 + x65
+        tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
+    # x69 = sum_K((x37 * p))
+    x69 = tl.sum((x37 * p), 1)
+    x67 = tl.load(x67_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x67 + x69
+    dbeta = x67 + x69
     if NEED & 32:
-        tl.store(dbeta_out + ((b * T + t0) * HV + hv) + c * HV, dbeta, mask=in_c)
+        tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1013,7 +1013,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x18 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x20 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1031,7 +1031,7 @@ def _backward_triton(
                 U,
                 W,
                 AT,
-                x18,
+                x20,
                 Gc,
                 QL,
                 scale,
@@ -1077,7 +1077,7 @@ def _backward_triton(
                 _backward_reverse,
                 B * HV * -(-V // own["reverse"]["BV"]),
                 AT,
-                x18,
+                x20,
                 Gc,
                 QL,
                 do,
@@ -1102,10 +1102,10 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x20 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x28 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x54 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x63 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x22 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x32 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x58 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x67 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1120,11 +1120,11 @@ def _backward_triton(
                 dQL,
                 dAqa,
                 dAT,
-                x20,
+                x22,
                 dv,
-                x28,
-                x54,
-                x63,
+                x32,
+                x58,
+                x67,
                 scale,
                 T,
                 NT,
@@ -1144,14 +1144,14 @@ def _backward_triton(
                 dAqa,
                 k,
                 dAT,
-                x20,
+                x22,
                 beta,
                 p,
                 q,
-                x28,
-                x54,
+                x32,
+                x58,
                 Gc,
-                x63,
+                x67,
                 dq,
                 dk,
                 dp,
@@ -1230,13 +1230,13 @@ def _run(x: Tensor, over: str) -> Tensor:
     return keep.to(x.dtype) @ x
 
 
-def _edge(x: Tensor, level: int) -> Tensor:
+def _edge_of(x: Tensor, level: int) -> Tensor:
     """Pairs that level joins: rows of the second half of a block of 2^(level+1), columns of its first half."""
     r, m = _index(x)
     return ((r >> level) == (m >> level) + 1) & (((r >> level) & 1) == 1)
 
 
-def _reach(g: Tensor, level: int, before: bool) -> Tensor:
+def _reach_of(g: Tensor, level: int, before: bool) -> Tensor:
     """Decay between a row and the edge between the halves of its block; no exponent is positive for g <= 0."""
     r, m = _index(g)
     second = ((r >> level) & 1) == 1
@@ -1253,27 +1253,29 @@ def _gram(x: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor
     """sum_K x_i y_j exp(sum of g over j+1..i, or ..i-1), lower triangle, by a tree of reference rows."""
     out = torch.zeros_like(x @ y.mT) if strict else torch.diag_embed((x * y).sum(-1))
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + torch.where(_edge(g, level), (x * left) @ (y * e).mT, 0)
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + torch.where(_edge_of(g, level), (x * left) @ (y * e).mT, 0)
     return out
 
 
-def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(y) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * y
+def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of x, for a strictly lower d."""
+    out = torch.zeros_like(y)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + left * (torch.where(_edge(g, level), d, 0) @ (y * e))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + left * (torch.where(_edge_of(g, level), d, 0) @ (y * e))
     return out
 
 
-def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(x) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * x
+def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of y, for a strictly lower d."""
+    out = torch.zeros_like(x)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + e * (torch.where(_edge(g, level), d, 0).mT @ (x * left))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + e * (torch.where(_edge_of(g, level), d, 0).mT @ (x * left))
     return out
 
 
@@ -1354,27 +1356,27 @@ def _forward_torch(
     U = E @ (beta[..., :, None] * v)
     S = state
     o_all: list[Tensor] = []
-    for n in range(NT):
-        W_n = W[:, n]
-        U_n = U[:, n]
-        Aqa_n = Aqa[:, n]
-        QL_n = QL[:, n]
-        AT_n = AT[:, n]
-        Gc_n = Gc[:, n]
+    for chunk in range(NT):
+        W_here = W[:, chunk]
+        U_here = U[:, chunk]
+        Aqa_here = Aqa[:, chunk]
+        QL_here = QL[:, chunk]
+        AT_here = AT[:, chunk]
+        Gc_here = Gc[:, chunk]
         # x11 = W @ S
-        x11 = W_n @ S
+        x11 = W_here @ S
         # Vnew = U + -x11
-        Vnew = U_n + (-x11)
+        Vnew = U_here + (-x11)
         # x13 = Aqa @ Vnew
-        x13 = Aqa_n @ Vnew
+        x13 = Aqa_here @ Vnew
         # x14 = QL @ S
-        x14 = QL_n @ S
+        x14 = QL_here @ S
         # o = x13 + x14
         o = x13 + x14
         # x17 = AT^T @ Vnew
-        x17 = AT_n.mT @ Vnew
+        x17 = AT_here.mT @ Vnew
         # S_next = x17 + (S * Gc)
-        S_next = x17 + (S * Gc_n[..., None, None])
+        S_next = x17 + (S * Gc_here[..., None, None])
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1419,76 +1421,77 @@ def _backward_torch(
     x2 = torch.exp(x)
     # W = E @ (x6 * x2)
     W = E @ (x6 * x2[..., :, None])
-    # x13 = sum[after](g)
-    x13 = _run(g[..., None], 'after')[..., 0]
-    # x14 = exp(x13)
-    x14 = torch.exp(x13)
-    # AT = k * x14
-    AT = k * x14[..., :, None]
-    # x55 = sum[all](g)
-    x55 = g.sum(-1)
-    # Gc = exp(x55)
-    Gc = torch.exp(x55)
+    # x16 = sum[after](g)
+    x16 = _run(g[..., None], 'after')[..., 0]
+    # x17 = exp(x16)
+    x17 = torch.exp(x16)
+    # AT = k * x17
+    AT = k * x17[..., :, None]
+    # x59 = sum[all](g)
+    x59 = g.sum(-1)
+    # Gc = exp(x59)
+    Gc = torch.exp(x59)
     if needs & 126:
-        # x26 = scale * q
-        x26 = scale * q
-        # QL = x26 * x2
-        QL = x26 * x2[..., :, None]
+        # x28 = scale * q
+        x28 = scale * q
+        # QL = x28 * x2
+        QL = x28 * x2[..., :, None]
     if needs & 59:
         # U = E @ (beta * v)
         U = E @ (beta[..., :, None] * v)
     if needs & 126:
-        # x18 = Aqa^T @ do
-        x18 = Aqa.mT @ do
-    if needs & 63:
+        # x20 = Aqa^T @ do
+        x20 = Aqa.mT @ do
+    if needs & 59:
         S = state
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
-        for n in range(NT):
-            W_n = W[:, n]
-            U_n = U[:, n]
-            AT_n = AT[:, n]
-            Gc_n = Gc[:, n]
+        for chunk in range(NT):
+            W_here = W[:, chunk]
+            U_here = U[:, chunk]
+            AT_here = AT[:, chunk]
+            Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
             # x7 = W @ S
-            x7 = W_n @ S
+            x7 = W_here @ S
             # Vnew = U + -x7
-            Vnew = U_n + (-x7)
-            # x66 = AT^T @ Vnew
-            x66 = AT_n.mT @ Vnew
-            # S_next = x66 + (S * Gc)
-            S_next = x66 + (S * Gc_n[..., None, None])
+            Vnew = U_here + (-x7)
+            # x70 = AT^T @ Vnew
+            x70 = AT_here.mT @ Vnew
+            # S_next = x70 + (S * Gc)
+            S_next = x70 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
         Vnew = _stack(Vnew_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
-    dS = dstate
-    dVnew_all: list[Tensor] = []
-    kept_dS_all: list[Tensor] = []
-    for n in range(NT)[::-1]:
-        AT_n = AT[:, n]
-        x18_n = x18[:, n]
-        Gc_n = Gc[:, n]
-        QL_n = QL[:, n]
-        do_n = do[:, n]
-        W_n = W[:, n]
-        kept_dS_all.append(dS)
-        # x17 = AT @ dS
-        x17 = AT_n @ dS
-        # dVnew = x17 + x18
-        dVnew = x17 + x18_n
-        # x69 = QL^T @ do
-        x69 = QL_n.mT @ do_n
-        # x71 = W^T @ dVnew
-        x71 = W_n.mT @ dVnew
-        # dS_prev = ((dS * Gc) + x69) + -x71
-        dS_prev = ((dS * Gc_n[..., None, None]) + x69) + (-x71)
-        dVnew_all.append(dVnew)
-        dS = dS_prev
-    end_dS = dS
-    dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
-    dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 126:
+        dS = dstate
+        dVnew_all: list[Tensor] = []
+        kept_dS_all: list[Tensor] = []
+        for chunk in range(NT)[::-1]:
+            AT_here = AT[:, chunk]
+            x20_here = x20[:, chunk]
+            Gc_here = Gc[:, chunk]
+            QL_here = QL[:, chunk]
+            do_here = do[:, chunk]
+            W_here = W[:, chunk]
+            kept_dS_all.append(dS)
+            # x19 = AT @ dS
+            x19 = AT_here @ dS
+            # dVnew = x19 + x20
+            dVnew = x19 + x20_here
+            # x73 = QL^T @ do
+            x73 = QL_here.mT @ do_here
+            # x75 = W^T @ dVnew
+            x75 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x73) + -x75
+            dS_prev = ((dS * Gc_here[..., None, None]) + x73) + (-x75)
+            dVnew_all.append(dVnew)
+            dS = dS_prev
+        end_dS = dS
+        dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
+        dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 17:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1499,84 +1502,87 @@ def _backward_torch(
         # dAT = Vnew @ dS^T
         dAT = Vnew @ dS.mT
     if needs & 62:
-        # x19 = E^T @ dVnew
-        x19 = E.mT @ dVnew
+        # x21 = E^T @ dVnew
+        x21 = E.mT @ dVnew
     if needs & 58:
-        # x20 = x19 @ Vnew^T
-        x20 = x19 @ Vnew.mT
+        # x22 = x21 @ Vnew^T
+        x22 = x21 @ Vnew.mT
     if needs & 4:
-        # dv = x19 * beta
-        dv = x19 * beta[..., :, None]
+        # dv = x21 * beta
+        dv = x21 * beta[..., :, None]
     if needs & 56:
-        # x28 = x19 @ S^T
-        x28 = x19 @ S.mT
+        # x32 = x21 @ S^T
+        x32 = x21 @ S.mT
     if needs & 16:
-        # x53 = dS * S
-        x53 = dS * S
-        # x54 = sum_V(x53)
-        x54 = x53.sum(-1)
+        # x57 = dS * S
+        x57 = dS * S
+        # x58 = sum_V(x57)
+        x58 = x57.sum(-1)
     if needs & 32:
-        # x62 = x19 * v
-        x62 = x19 * v
-        # x63 = sum_V(x62)
-        x63 = x62.sum(-1)
+        # x66 = x21 * v
+        x66 = x21 * v
+        # x67 = sum_V(x66)
+        x67 = x66.sum(-1)
     if needs & 19:
-        # x9 = mask(dAqa, strict=False)
-        x9 = torch.tril(dAqa, 0)
-        # x4 = pair(g, to, strict=False)
-        x4 = _pairs_of(g, False, False)
+        # x9 = mask(dAqa, strict=True)
+        x9 = torch.tril(dAqa, -1)
+    if needs & 59:
+        # x4 = pair(g, to, strict=True)
+        x4 = _pairs_of(g, False, True)
+    if needs & 19:
         # x10 = x4 * x9
         x10 = x4 * x9
     if needs & 17:
         # x11 = x10 @ k
         x11 = x10 @ k
+    if needs & 3:
+        # x12 = diagonal(dAqa)
+        x12 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 1:
-        # dq = ((dQL * x2) + x11) * scale
-        dq = ((dQL * x2[..., :, None]) + x11) * scale
+        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
+        dq = ((dQL * x2[..., :, None]) + (x11 + (x12[..., :, None] * k))) * scale
     if needs & 58:
-        # x21 = mask(x20, strict=True)
-        x21 = torch.tril(x20, -1)
-        # x16 = pair(g, to, strict=True)
-        x16 = _pairs_of(g, False, True)
-        # x22 = x16 * x21
-        x22 = x16 * x21
+        # x23 = mask(x22, strict=True)
+        x23 = torch.tril(x22, -1)
+        # x24 = x4 * x23
+        x24 = x4 * x23
     if needs & 18:
-        # x23 = x22^T @ x6
-        x23 = x22.mT @ x6
-        # x27 = x10^T @ x26
-        x27 = x10.mT @ x26
+        # x25 = x24^T @ x6
+        x25 = x24.mT @ x6
+        # x29 = x10^T @ x28
+        x29 = x10.mT @ x28
     if needs & 2:
-        # dk = ((dAT * x14) + -x23) + x27
-        dk = ((dAT * x14[..., :, None]) + (-x23)) + x27
+        # dk = ((dAT * x17) + -x25) + (x29 + (x12 * x28))
+        dk = ((dAT * x17[..., :, None]) + (-x25)) + (x29 + (x12[..., :, None] * x28))
     if needs & 56:
-        # x31 = x22 @ k
-        x31 = x22 @ k
+        # x35 = x24 @ k
+        x35 = x24 @ k
     if needs & 40:
-        # x33 = -(x28 * x2) + -x31
-        x33 = (-(x28 * x2[..., :, None])) + (-x31)
+        # x37 = -(x32 * x2) + -x35
+        x37 = (-(x32 * x2[..., :, None])) + (-x35)
     if needs & 8:
-        # dp = x33 * beta
-        dp = x33 * beta[..., :, None]
+        # dp = x37 * beta
+        dp = x37 * beta[..., :, None]
     if needs & 16:
-        # x38 = sum_K(((dQL * x26) + -(x28 * x6)))
-        x38 = ((dQL * x26) + (-(x28 * x6))).sum(-1)
-        # x49 = sum_K((((x6 * x31) + -(k * (x23 + -x27))) + -(x26 * x11)))
-        x49 = (((x6 * x31) + (-(k * (x23 + (-x27))))) + (-(x26 * x11))).sum(-1)
-        # x52 = sum[from](((x38 * x2) + -x49))
-        x52 = _run(((x38 * x2) + (-x49))[..., None], 'from')[..., 0]
-        # dGc = sum_K(x54)
-        dGc = x54.sum(-1)
-        # x59 = sum_K((dAT * k))
-        x59 = (dAT * k).sum(-1)
-        # x61 = sum[before]((x59 * x14))
-        x61 = _run((x59 * x14)[..., None], 'before')[..., 0]
-        # dg = (x52 + (dGc * Gc)) + x61
-        dg = (x52 + (dGc * Gc)[..., None]) + x61
+        # x42 = sum_K(((dQL * x28) + -(x32 * x6)))
+        x42 = ((dQL * x28) + (-(x32 * x6))).sum(-1)
+        # x53 = sum_K((((x6 * x35) + -(k * (x25 + -x29))) + -(x28 * x11)))
+        x53 = (((x6 * x35) + (-(k * (x25 + (-x29))))) + (-(x28 * x11))).sum(-1)
+        # x56 = sum[from](((x42 * x2) + -x53))
+        x56 = _run(((x42 * x2) + (-x53))[..., None], 'from')[..., 0]
+        # dGc = sum_K(x58)
+        dGc = x58.sum(-1)
+        # x63 = sum_K((dAT * k))
+        x63 = (dAT * k).sum(-1)
+        # x65 = sum[before]((x63 * x17))
+        x65 = _run((x63 * x17)[..., None], 'before')[..., 0]
+        # dg = (x56 + (dGc * Gc)) + x65
+        dg = (x56 + (dGc * Gc)[..., None]) + x65
     if needs & 32:
-        # x65 = sum_K((x33 * p))
-        x65 = (x33 * p).sum(-1)
-        # dbeta = x63 + x65
-        dbeta = x63 + x65
+        # x69 = sum_K((x37 * p))
+        x69 = (x37 * p).sum(-1)
+        # dbeta = x67 + x69
+        dbeta = x67 + x69
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program 4a740fe4:
+# the delta rule, no decay, program b705f682:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta"]
 
-_NAME = "delta_4a740fe4"
+_NAME = "delta_b705f682"
 
 
 def _jit(function: Any) -> Any:
@@ -214,47 +214,47 @@ def _forward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # QL = scale * q
     QL = scale * q
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x = QL @ k^T
     x = _dot(QL, tl.trans(k), DOT, PRECISION)
     # Aqa = mask(x, strict=False)
-    Aqa = tl.where(_keep_to(c), x, 0.0)
-    _store_rows(Aqa_out + tile * C * C, Aqa, c, c, C, C, C, True)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    Aqa = tl.where(_keep_to(row), x, 0.0)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # BL = beta * k
     BL = beta[:, None] * k
     # x2 = BL @ k^T
     x2 = _dot(BL, tl.trans(k), DOT, PRECISION)
     # Abk = mask(x2, strict=True)
-    Abk = tl.where(_keep_before(c), x2, 0.0)
+    Abk = tl.where(_keep_before(row), x2, 0.0)
     # E = inverse(Abk)
-    E = _inverse(Abk, c, LEVELS, SOLVE)
+    E = _inverse(Abk, row, LEVELS, SOLVE)
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, c, c, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # W = E @ BL
     W = _dot(E, BL, DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # U = E @ (beta * v)
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -290,48 +290,48 @@ def _forward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x4 = W @ S
         x4 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x4
         Vnew = U + (-x4)
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x6 = Aqa @ Vnew
         x6 = _dot(Aqa, Vnew, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x7 = QL @ S
         x7 = _dot(QL, S, DOT, PRECISION)
         # o = x6 + x7
         o = x6 + x7
         if NEED & 1:
-            _store_rows(o_out + ((b * T + t0) * HV + hv) * V, o, c, vs, HV * V, T - t0, V, V % BV == 0)
-        k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
         # x8 = k^T @ Vnew
         x8 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
         # S_next = x8 + S
         S_next = x8 + S
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -371,38 +371,38 @@ def _backward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # W = E @ (beta * k)
     W = _dot(E, (beta[:, None] * k), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # QL = scale * q
     QL = scale * q
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # U = E @ (beta * v)
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x9 = Aqa^T @ do
         x9 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x9_out + tile * C * V, x9, c, vs, V, C, V, V % BV == 0)
+        _store_rows(x9_out + tile * C * V, x9, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -437,40 +437,40 @@ def _backward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, S, ks, vs, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x3 = W @ S
         x3 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x3
         Vnew = U + (-x3)
-        _store_rows(Vnew_out + tile * C * V, Vnew, c, vs, V, C, V, V % BV == 0)
-        k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+        _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
         # x27 = k^T @ Vnew
         x27 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
         # S_next = x27 + S
         S_next = x27 + S
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -507,44 +507,44 @@ def _backward_reverse(
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        dS = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = NT - 1 - i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, dS, ks, vs, V, K, V, V % BV == 0)
-        k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    for step in range(NT):
+        chunk = NT - 1 - step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
         # x8 = k @ dS
         x8 = _dot(k, dS, DOT, PRECISION)
-        x9 = _load_rows(x9_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        x9 = _load_rows(x9_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x8 + x9
         dVnew = x8 + x9
-        _store_rows(dVnew_out + tile * C * V, dVnew, c, vs, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x28 = QL^T @ do
         x28 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x30 = W^T @ dVnew
         x30 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         # dS_prev = (dS + x28) + -x30
         dS_prev = (dS + x28) + (-x30)
         dS = dS_prev
     if FINAL:
-        _store_rows(final_out + row * K * V, dS, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -584,38 +584,38 @@ def _backward_finish(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
     x = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     x7 = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     x11 = tl.zeros([C, C, ], tl.float32)
     x16 = tl.zeros([C, BK, ], tl.float32)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     x24 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        S = _load_rows(S_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # x = do @ S^T
         x += _dot(do, tl.trans(S), DOT, PRECISION)
-        Vnew = _load_rows(Vnew_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ Vnew^T
         dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
-        dS = _load_rows(dS_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # x7 = Vnew @ dS^T
         x7 += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
-        dVnew = _load_rows(dVnew_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x10 = E^T @ dVnew
         x10 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
         # x11 = x10 @ Vnew^T
@@ -625,18 +625,18 @@ def _backward_finish(
         # dv = x10 * beta
         dv = x10 * beta[:, None]
         if NEED & 4:
-            _store_rows(dv_out + ((b * T + t0) * HV + hv) * V, dv, c, vs, HV * V, T - t0, V, V % BV == 0)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x23 = x10 * v
         x23 = x10 * v
         # x24 = sum_V(x23)
         x24 += tl.sum(x23, 1)
-    _store_rows(x_out + tile * C * K, x, c, ks, K, C, K, K == BK)
-    _store_rows(dAqa_out + tile * C * C, dAqa, c, c, C, C, C, True)
-    _store_rows(x7_out + tile * C * K, x7, c, ks, K, C, K, K == BK)
-    _store_rows(x11_out + tile * C * C, x11, c, c, C, C, C, True)
-    _store_rows(x16_out + tile * C * K, x16, c, ks, K, C, K, K == BK)
-    tl.store(x24_out + tile * C + c, x24, mask=c < C)
+    _store_rows(x_out + tile * C * K, x, row, col_k, K, C, K, K == BK)
+    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K == BK)
+    _store_rows(x11_out + tile * C * C, x11, row, row, C, C, C, True)
+    _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K == BK)
+    tl.store(x24_out + tile * C + row, x24, mask=row < C)
 
 
 @_jit
@@ -673,53 +673,53 @@ def _backward_finish_1(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, c, c, C, C, C, True)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
     # x5 = mask(dAqa, strict=False)
-    x5 = tl.where(_keep_to(c), dAqa, 0.0)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    x5 = tl.where(_keep_to(row), dAqa, 0.0)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x6 = x5 @ k
     x6 = _dot(x5, k, DOT, PRECISION)
-    x = _load_rows(x_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    x = _load_rows(x_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
     # dq = (x + x6) * scale
     dq = (x + x6) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((b * T + t0) * HV + hv) * K, dq, c, ks, HV * K, T - t0, K, K == BK)
-    x11 = _load_rows(x11_ptr + tile * C * C, c, c, C, C, C, True)
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
+    x11 = _load_rows(x11_ptr + tile * C * C, row, row, C, C, C, True)
     # x12 = mask(x11, strict=True)
-    x12 = tl.where(_keep_before(c), x11, 0.0)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    x12 = tl.where(_keep_before(row), x11, 0.0)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x13 = x12^T @ (beta * k)
     x13 = _dot(tl.trans(x12), (beta[:, None] * k), DOT, PRECISION)
     # x18 = x12 @ k
     x18 = _dot(x12, k, DOT, PRECISION)
-    x16 = _load_rows(x16_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
     # dBL = -x16 + -x18
     dBL = (-x16) + (-x18)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x22 = x5^T @ (scale * q)
     x22 = _dot(tl.trans(x5), (scale * q), DOT, PRECISION)
-    x7 = _load_rows(x7_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
     # dk = ((x7 + -x13) + (dBL * beta)) + x22
     dk = ((x7 + (-x13)) + (dBL * beta[:, None])) + x22
     if NEED & 2:
-        _store_rows(dk_out + ((b * T + t0) * HV + hv) * K, dk, c, ks, HV * K, T - t0, K, K == BK)
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
     # x26 = sum_K((dBL * k))
     x26 = tl.sum((dBL * k), 1)
-    x24 = tl.load(x24_ptr + tile * C + c, mask=c < C, other=0.0)
+    x24 = tl.load(x24_ptr + tile * C + row, mask=row < C, other=0.0)
     # dbeta = x24 + x26
     dbeta = x24 + x26
     if NEED & 8:
-        tl.store(dbeta_out + ((b * T + t0) * HV + hv) + c * HV, dbeta, mask=in_c)
+        tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1094,13 +1094,13 @@ def _run(x: Tensor, over: str) -> Tensor:
     return keep.to(x.dtype) @ x
 
 
-def _edge(x: Tensor, level: int) -> Tensor:
+def _edge_of(x: Tensor, level: int) -> Tensor:
     """Pairs that level joins: rows of the second half of a block of 2^(level+1), columns of its first half."""
     r, m = _index(x)
     return ((r >> level) == (m >> level) + 1) & (((r >> level) & 1) == 1)
 
 
-def _reach(g: Tensor, level: int, before: bool) -> Tensor:
+def _reach_of(g: Tensor, level: int, before: bool) -> Tensor:
     """Decay between a row and the edge between the halves of its block; no exponent is positive for g <= 0."""
     r, m = _index(g)
     second = ((r >> level) & 1) == 1
@@ -1117,27 +1117,29 @@ def _gram(x: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor
     """sum_K x_i y_j exp(sum of g over j+1..i, or ..i-1), lower triangle, by a tree of reference rows."""
     out = torch.zeros_like(x @ y.mT) if strict else torch.diag_embed((x * y).sum(-1))
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + torch.where(_edge(g, level), (x * left) @ (y * e).mT, 0)
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + torch.where(_edge_of(g, level), (x * left) @ (y * e).mT, 0)
     return out
 
 
-def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(y) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * y
+def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of x, for a strictly lower d."""
+    out = torch.zeros_like(y)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + left * (torch.where(_edge(g, level), d, 0) @ (y * e))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + left * (torch.where(_edge_of(g, level), d, 0) @ (y * e))
     return out
 
 
-def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(x) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * x
+def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of y, for a strictly lower d."""
+    out = torch.zeros_like(x)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + e * (torch.where(_edge(g, level), d, 0).mT @ (x * left))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + e * (torch.where(_edge_of(g, level), d, 0).mT @ (x * left))
     return out
 
 
@@ -1202,24 +1204,24 @@ def _forward_torch(
     U = E @ (beta[..., :, None] * v)
     S = state
     o_all: list[Tensor] = []
-    for n in range(NT):
-        W_n = W[:, n]
-        U_n = U[:, n]
-        Aqa_n = Aqa[:, n]
-        QL_n = QL[:, n]
-        k_n = k[:, n]
+    for chunk in range(NT):
+        W_here = W[:, chunk]
+        U_here = U[:, chunk]
+        Aqa_here = Aqa[:, chunk]
+        QL_here = QL[:, chunk]
+        k_here = k[:, chunk]
         # x4 = W @ S
-        x4 = W_n @ S
+        x4 = W_here @ S
         # Vnew = U + -x4
-        Vnew = U_n + (-x4)
+        Vnew = U_here + (-x4)
         # x6 = Aqa @ Vnew
-        x6 = Aqa_n @ Vnew
+        x6 = Aqa_here @ Vnew
         # x7 = QL @ S
-        x7 = QL_n @ S
+        x7 = QL_here @ S
         # o = x6 + x7
         o = x6 + x7
         # x8 = k^T @ Vnew
-        x8 = k_n.mT @ Vnew
+        x8 = k_here.mT @ Vnew
         # S_next = x8 + S
         S_next = x8 + S
         o_all.append(o)
@@ -1269,21 +1271,21 @@ def _backward_torch(
     if needs & 30:
         # x9 = Aqa^T @ do
         x9 = Aqa.mT @ do
-    if needs & 15:
+    if needs & 11:
         S = state
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
-        for n in range(NT):
-            W_n = W[:, n]
-            U_n = U[:, n]
-            k_n = k[:, n]
+        for chunk in range(NT):
+            W_here = W[:, chunk]
+            U_here = U[:, chunk]
+            k_here = k[:, chunk]
             kept_S_all.append(S)
             # x3 = W @ S
-            x3 = W_n @ S
+            x3 = W_here @ S
             # Vnew = U + -x3
-            Vnew = U_n + (-x3)
+            Vnew = U_here + (-x3)
             # x27 = k^T @ Vnew
-            x27 = k_n.mT @ Vnew
+            x27 = k_here.mT @ Vnew
             # S_next = x27 + S
             S_next = x27 + S
             Vnew_all.append(Vnew)
@@ -1291,31 +1293,32 @@ def _backward_torch(
         end_S = S
         Vnew = _stack(Vnew_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
-    dS = dstate
-    dVnew_all: list[Tensor] = []
-    kept_dS_all: list[Tensor] = []
-    for n in range(NT)[::-1]:
-        k_n = k[:, n]
-        x9_n = x9[:, n]
-        QL_n = QL[:, n]
-        do_n = do[:, n]
-        W_n = W[:, n]
-        kept_dS_all.append(dS)
-        # x8 = k @ dS
-        x8 = k_n @ dS
-        # dVnew = x8 + x9
-        dVnew = x8 + x9_n
-        # x28 = QL^T @ do
-        x28 = QL_n.mT @ do_n
-        # x30 = W^T @ dVnew
-        x30 = W_n.mT @ dVnew
-        # dS_prev = (dS + x28) + -x30
-        dS_prev = (dS + x28) + (-x30)
-        dVnew_all.append(dVnew)
-        dS = dS_prev
-    end_dS = dS
-    dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
-    dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 30:
+        dS = dstate
+        dVnew_all: list[Tensor] = []
+        kept_dS_all: list[Tensor] = []
+        for chunk in range(NT)[::-1]:
+            k_here = k[:, chunk]
+            x9_here = x9[:, chunk]
+            QL_here = QL[:, chunk]
+            do_here = do[:, chunk]
+            W_here = W[:, chunk]
+            kept_dS_all.append(dS)
+            # x8 = k @ dS
+            x8 = k_here @ dS
+            # dVnew = x8 + x9
+            dVnew = x8 + x9_here
+            # x28 = QL^T @ do
+            x28 = QL_here.mT @ do_here
+            # x30 = W^T @ dVnew
+            x30 = W_here.mT @ dVnew
+            # dS_prev = (dS + x28) + -x30
+            dS_prev = (dS + x28) + (-x30)
+            dVnew_all.append(dVnew)
+            dS = dS_prev
+        end_dS = dS
+        dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
+        dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 1:
         # x = do @ S^T
         x = do @ S.mT

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 42c5558f:
+# gated diagonal plus low rank, the master form, program f0311e28:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr"]
 
-_NAME = "dplr_42c5558f"
+_NAME = "dplr_f0311e28"
 
 
 def _jit(function: Any) -> Any:
@@ -226,88 +226,88 @@ def _forward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x = scale * q
     x = scale * q
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x2 = sum[to](g)
-    x2 = _sums(_keep_to(c), g, GATE_PARTS)
+    x2 = _sums(_keep_to(row), g, GATE_PARTS)
     # x3 = exp(x2)
     x3 = tl.exp(x2)
     # QL = x * x3
     QL = x * x3
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     # x12 = sum[all](g)
     x12 = tl.sum(g, 0)
     # Gc = exp(x12)
     Gc = tl.exp(x12)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     # x14 = sum[after](g)
-    x14 = _sums(_keep_after(c), g, GATE_PARTS)
+    x14 = _sums(_keep_after(row), g, GATE_PARTS)
     # x15 = exp(x14)
     x15 = tl.exp(x14)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # KT = k * x15
     KT = k * x15
-    _store_rows(KT_out + tile * C * K, KT, c, ks, K, C, K, K == BK)
-    a = _load_rows(a_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
+    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # AT = a * x15
     AT = a * x15
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    b = _load_rows(b_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # Aqk = gram(x, k; g, to, strict=False)
     # Aqa = gram(x, a; g, to, strict=False)
     # N = gram(b, a; g, to, strict=True)
     # Abk = gram(b, k; g, to, strict=True)
-    Aqk = tl.where(c[:, None] == c[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    Aqa = tl.where(c[:, None] == c[None, :], tl.sum(x * a, 1)[:, None], 0.0)
+    Aqk = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * a, 1)[:, None], 0.0)
     N = tl.zeros([C, C], tl.float32)
     Abk = tl.zeros([C, C], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (x * e).to(DOT)
-        decayed_1 = (k * e).to(DOT)
-        decayed_2 = (a * e).to(DOT)
-        decayed_3 = (b * e).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (x * decay).to(DOT)
+        decayed_1 = (k * decay).to(DOT)
+        decayed_2 = (a * decay).to(DOT)
+        decayed_3 = (b * decay).to(DOT)
         Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
         Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         N += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         Abk += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
     if SAVE:
-        _store_rows(Aqk_out + tile * C * C, Aqk, c, c, C, C, C, True)
-    _store_rows(Aqa_out + tile * C * C, Aqa, c, c, C, C, C, True)
+        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     if SAVE:
-        _store_rows(Abk_out + tile * C * C, Abk, c, c, C, C, C, True)
+        _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
     # E = inverse(N)
-    E = _inverse(N, c, LEVELS, SOLVE)
+    E = _inverse(N, row, LEVELS, SOLVE)
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, c, c, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # W = E @ (b * x3)
     W = _dot(E, (b * x3), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x5 = Aqk @ v
         x5 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, c, vs, V, C, V, V % BV == 0)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         # x7 = Abk @ v
         x7 = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x7
         U = _dot(E, x7, DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -347,54 +347,54 @@ def _forward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x8 = W @ S
         x8 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x9 = U + x8
         x9 = U + x8
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x10 = Aqa @ x9
         x10 = _dot(Aqa, x9, DOT, PRECISION)
-        x5 = _load_rows(x5_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + -x10
         o = (x4 + x5) + (-x10)
         if NEED & 1:
-            _store_rows(o_out + ((b * T + t0) * HV + hv) * V, o, c, vs, HV * V, T - t0, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x16 = KT^T @ v
         x16 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x18 = AT^T @ x9
         x18 = _dot(tl.trans(AT), x9, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x16) + -x18
         S_next = ((S * Gc[:, None]) + x16) + (-x18)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -416,13 +416,15 @@ def _backward_prepare(
     Aqk_ptr,
     U_out,
     W_out,
-    x11_out,
+    x14_out,
+    x17_out,
     AT_out,
-    x21_out,
-    x28_out,
+    x27_out,
+    x34_out,
+    x36_out,
     KT_out,
     U2_out,
-    x32_out,
+    x40_out,
     Gc_out,
     QL_out,
     scale,
@@ -445,92 +447,100 @@ def _backward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x2 = sum[to](g)
-    x2 = _sums(_keep_to(c), g, GATE_PARTS)
+    x2 = _sums(_keep_to(row), g, GATE_PARTS)
     # x3 = exp(x2)
     x3 = tl.exp(x2)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    b = _load_rows(b_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # W = E @ (b * x3)
     W = _dot(E, (b * x3), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
-    # x15 = sum[after](g)
-    x15 = _sums(_keep_after(c), g, GATE_PARTS)
-    # x16 = exp(x15)
-    x16 = tl.exp(x15)
-    a = _load_rows(a_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # AT = a * x16
-    AT = a * x16
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x27 = scale * q
-    x27 = scale * q
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # KT = k * x16
-    KT = k * x16
-    _store_rows(KT_out + tile * C * K, KT, c, ks, K, C, K, K == BK)
-    Abk = _load_rows(Abk_ptr + tile * C * C, c, c, C, C, C, True)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    # x21 = sum[after](g)
+    x21 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x22 = exp(x21)
+    x22 = tl.exp(x21)
+    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # AT = a * x22
+    AT = a * x22
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x33 = scale * q
+    x33 = scale * q
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # KT = k * x22
+    KT = k * x22
+    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
+    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ Abk
     U2 = _dot(E, Abk, DOT, PRECISION)
-    _store_rows(U2_out + tile * C * C, U2, c, c, C, C, C, True)
-    # x74 = sum[all](g)
-    x74 = tl.sum(g, 0)
-    # Gc = exp(x74)
-    Gc = tl.exp(x74)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
-    # QL = x27 * x3
-    QL = x27 * x3
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
+    # x84 = sum[all](g)
+    x84 = tl.sum(g, 0)
+    # Gc = exp(x84)
+    Gc = tl.exp(x84)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+    # QL = x33 * x3
+    QL = x33 * x3
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     dAqk = tl.zeros([C, C, ], tl.float32)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
-    Aqk = _load_rows(Aqk_ptr + tile * C * C, c, c, C, C, C, True)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x = Abk @ v
         x = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x
         U = _dot(E, x, DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x20 = Aqa^T @ do
-        x20 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x21 = -x20
-        x21 = -x20
-        _store_rows(x21_out + tile * C * V, x21, c, vs, V, C, V, V % BV == 0)
-        # x32 = Aqk^T @ do
-        x32 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x32_out + tile * C * V, x32, c, vs, V, C, V, V % BV == 0)
-    # x10 = mask(dAqk, strict=False)
-    x10 = tl.where(_keep_to(c), dAqk, 0.0)
-    # x11 = gram_dx(x10, k; g, to, strict=False)
-    # x28 = gram_dy(x10, x27; g, to, strict=False)
-    x11 = tl.sum(tl.where(c[:, None] == c[None, :], x10, 0.0), 1)[:, None] * k
-    x28 = tl.sum(tl.where(c[:, None] == c[None, :], x10, 0.0), 1)[:, None] * x27
+        # x26 = Aqa^T @ do
+        x26 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x27 = -x26
+        x27 = -x26
+        _store_rows(x27_out + tile * C * V, x27, row, col_v, V, C, V, V % BV == 0)
+        # x40 = Aqk^T @ do
+        x40 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x40_out + tile * C * V, x40, row, col_v, V, C, V, V % BV == 0)
+    # x13 = mask(dAqk, strict=True)
+    x13 = tl.where(_keep_before(row), dAqk, 0.0)
+    # x15 = diagonal(dAqk)
+    x15 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x14 = gram_dx(x13, k; g, to, strict=True)
+    # x34 = gram_dy(x13, x33; g, to, strict=True)
+    x14 = tl.zeros([C, BK], tl.float32)
+    x34 = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (k * e).to(DOT)
-        decayed_1 = (x27 * e).to(DOT)
-        d_0 = tl.where(edge, x10, 0.0).to(DOT)
-        x11 += e * _dot(d_0, decayed_0, DOT, PRECISION)
-        x28 += e * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-    _store_rows(x11_out + tile * C * K, x11, c, ks, K, C, K, K == BK)
-    _store_rows(x28_out + tile * C * K, x28, c, ks, K, C, K, K == BK)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (k * decay).to(DOT)
+        decayed_1 = (x33 * decay).to(DOT)
+        d_0 = tl.where(edge, x13, 0.0).to(DOT)
+        x14 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x34 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+    _store_rows(x14_out + tile * C * K, x14, row, col_k, K, C, K, K == BK)
+    _store_rows(x34_out + tile * C * K, x34, row, col_k, K, C, K, K == BK)
+    # x17 = x14 + (x15 * k)
+    x17 = x14 + (x15[:, None] * k)
+    _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K == BK)
+    # x36 = x34 + (x15 * x33)
+    x36 = x34 + (x15[:, None] * x33)
+    _store_rows(x36_out + tile * C * K, x36, row, col_k, K, C, K, K == BK)
 
 
 @_jit
@@ -568,56 +578,56 @@ def _backward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, S, ks, vs, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x4 = W @ S
         x4 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x5 = U + x4
         x5 = U + x4
-        _store_rows(x5_out + tile * C * V, x5, c, vs, V, C, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x77 = KT^T @ v
-        x77 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x79 = AT^T @ x5
-        x79 = _dot(tl.trans(AT), x5, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # S_next = ((S * Gc) + x77) + -x79
-        S_next = ((S * Gc[:, None]) + x77) + (-x79)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x87 = KT^T @ v
+        x87 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x89 = AT^T @ x5
+        x89 = _dot(tl.trans(AT), x5, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # S_next = ((S * Gc) + x87) + -x89
+        S_next = ((S * Gc[:, None]) + x87) + (-x89)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x21_ptr,
+    x27_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x22_out,
+    x28_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -644,45 +654,45 @@ def _backward_reverse(
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        dS = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = NT - 1 - i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, dS, ks, vs, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x18 = AT @ dS
-        x18 = _dot(AT, dS, DOT, PRECISION)
-        x21 = _load_rows(x21_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x22 = -x18 + x21
-        x22 = (-x18) + x21
-        _store_rows(x22_out + tile * C * V, x22, c, vs, V, C, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x82 = W^T @ x22
-        x82 = _dot(tl.trans(W), x22, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x84 = QL^T @ do
-        x84 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x82) + x84
-        dS_prev = ((dS * Gc[:, None]) + x82) + x84
+    for step in range(NT):
+        chunk = NT - 1 - step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x24 = AT @ dS
+        x24 = _dot(AT, dS, DOT, PRECISION)
+        x27 = _load_rows(x27_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x28 = -x24 + x27
+        x28 = (-x24) + x27
+        _store_rows(x28_out + tile * C * V, x28, row, col_v, V, C, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x92 = W^T @ x28
+        x92 = _dot(tl.trans(W), x28, DOT, PRECISION)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x94 = QL^T @ do
+        x94 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dS_prev = ((dS * Gc) + x92) + x94
+        dS_prev = ((dS * Gc[:, None]) + x92) + x94
         dS = dS_prev
     if FINAL:
-        _store_rows(final_out + row * K * V, dS, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -693,17 +703,17 @@ def _backward_finish(
     v_ptr,
     dS_ptr,
     E_ptr,
-    x22_ptr,
+    x28_ptr,
     KT_ptr,
     U2_ptr,
-    x32_ptr,
+    x40_ptr,
     x6_out,
     dQL_out,
     dKT_out,
     dAbk_out,
     dv_out,
-    x33_out,
-    x36_out,
+    x41_out,
+    x44_out,
     dBL_out,
     dGc_out,
     scale,
@@ -726,73 +736,73 @@ def _backward_finish(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
     x6 = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     dAbk = tl.zeros([C, C, ], tl.float32)
-    KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    U2 = _load_rows(U2_ptr + tile * C * C, c, c, C, C, C, True)
-    x33 = tl.zeros([C, BK, ], tl.float32)
-    x36 = tl.zeros([C, C, ], tl.float32)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
+    x41 = tl.zeros([C, BK, ], tl.float32)
+    x44 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        x5 = _load_rows(x5_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = do @ x5^T
         x6 += _dot(do, tl.trans(x5), DOT, PRECISION)
-        S = _load_rows(S_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        dS = _load_rows(dS_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        x22 = _load_rows(x22_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x23 = E^T @ x22
-        x23 = _dot(tl.trans(E), x22, DOT, PRECISION)
-        # dAbk = x23 @ v^T
-        dAbk += _dot(x23, tl.trans(v), DOT, PRECISION)
-        # x29 = KT @ dS
-        x29 = _dot(KT, dS, DOT, PRECISION)
-        # x30 = U2^T @ x22
-        x30 = _dot(tl.trans(U2), x22, DOT, PRECISION)
-        x32 = _load_rows(x32_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # dv = (x29 + x30) + x32
-        dv = (x29 + x30) + x32
+        x28 = _load_rows(x28_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x29 = E^T @ x28
+        x29 = _dot(tl.trans(E), x28, DOT, PRECISION)
+        # dAbk = x29 @ v^T
+        dAbk += _dot(x29, tl.trans(v), DOT, PRECISION)
+        # x37 = KT @ dS
+        x37 = _dot(KT, dS, DOT, PRECISION)
+        # x38 = U2^T @ x28
+        x38 = _dot(tl.trans(U2), x28, DOT, PRECISION)
+        x40 = _load_rows(x40_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = (x37 + x38) + x40
+        dv = (x37 + x38) + x40
         if NEED & 4:
-            _store_rows(dv_out + ((b * T + t0) * HV + hv) * V, dv, c, vs, HV * V, T - t0, V, V % BV == 0)
-        # x33 = x5 @ dS^T
-        x33 += _dot(x5, tl.trans(dS), DOT, PRECISION)
-        # x36 = x23 @ x5^T
-        x36 += _dot(x23, tl.trans(x5), DOT, PRECISION)
-        # dBL = x23 @ S^T
-        dBL += _dot(x23, tl.trans(S), DOT, PRECISION)
-        # x73 = dS * S
-        x73 = dS * S
-        # dGc = sum_V(x73)
-        dGc += tl.sum(x73, 1)
-    _store_rows(x6_out + tile * C * C, x6, c, c, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, c, ks, K, C, K, K == BK)
-    _store_rows(dKT_out + tile * C * K, dKT, c, ks, K, C, K, K == BK)
-    _store_rows(dAbk_out + tile * C * C, dAbk, c, c, C, C, C, True)
-    _store_rows(x33_out + tile * C * K, x33, c, ks, K, C, K, K == BK)
-    _store_rows(x36_out + tile * C * C, x36, c, c, C, C, C, True)
-    _store_rows(dBL_out + tile * C * K, dBL, c, ks, K, C, K, K == BK)
-    tl.store(dGc_out + tile * K + ks, dGc, mask=ks < K)
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        # x41 = x5 @ dS^T
+        x41 += _dot(x5, tl.trans(dS), DOT, PRECISION)
+        # x44 = x29 @ x5^T
+        x44 += _dot(x29, tl.trans(x5), DOT, PRECISION)
+        # dBL = x29 @ S^T
+        dBL += _dot(x29, tl.trans(S), DOT, PRECISION)
+        # x83 = dS * S
+        x83 = dS * S
+        # dGc = sum_V(x83)
+        dGc += tl.sum(x83, 1)
+    _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K == BK)
+    _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
+    _store_rows(x41_out + tile * C * K, x41, row, col_k, K, C, K, K == BK)
+    _store_rows(x44_out + tile * C * C, x44, row, row, C, C, C, True)
+    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K == BK)
+    tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
 
 
 @_jit
@@ -800,17 +810,19 @@ def _backward_finish_1(
     x6_ptr,
     a_ptr,
     g_ptr,
-    x11_ptr,
+    x17_ptr,
     dQL_ptr,
     dKT_ptr,
     dAbk_ptr,
     b_ptr,
-    x28_ptr,
-    x33_ptr,
     x36_ptr,
+    x41_ptr,
+    x44_ptr,
     q_ptr,
     dBL_ptr,
     k_ptr,
+    x14_ptr,
+    x34_ptr,
     dGc_ptr,
     Gc_ptr,
     dq_out,
@@ -838,104 +850,108 @@ def _backward_finish_1(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    x6 = _load_rows(x6_ptr + tile * C * C, c, c, C, C, C, True)
-    # x7 = mask(x6, strict=False)
-    x7 = tl.where(_keep_to(c), x6, 0.0)
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
+    # x7 = mask(x6, strict=True)
+    x7 = tl.where(_keep_before(row), x6, 0.0)
+    # x10 = diagonal(-x6)
+    x10 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x2 = sum[to](g)
-    x2 = _sums(_keep_to(c), g, GATE_PARTS)
+    x2 = _sums(_keep_to(row), g, GATE_PARTS)
     # x3 = exp(x2)
     x3 = tl.exp(x2)
-    # x15 = sum[after](g)
-    x15 = _sums(_keep_after(c), g, GATE_PARTS)
-    # x16 = exp(x15)
-    x16 = tl.exp(x15)
-    dAbk = _load_rows(dAbk_ptr + tile * C * C, c, c, C, C, C, True)
-    # x24 = mask(dAbk, strict=True)
-    x24 = tl.where(_keep_before(c), dAbk, 0.0)
-    x36 = _load_rows(x36_ptr + tile * C * C, c, c, C, C, C, True)
-    # x37 = mask(x36, strict=True)
-    x37 = tl.where(_keep_before(c), x36, 0.0)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x27 = scale * q
-    x27 = scale * q
-    x33 = _load_rows(x33_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    a = _load_rows(a_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    dKT = _load_rows(dKT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x71 = sum[before](((-(x33 * a) + (dKT * k)) * x16))
-    x71 = _sums(_keep_before(c), (((-(x33 * a)) + (dKT * k)) * x16), SUM_PARTS)
-    b = _load_rows(b_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x8 = gram_dx(x7, a; g, to, strict=False)
-    # x44 = gram_dx(x24, k; g, to, strict=True)
-    # x46 = gram_dx(x37, a; g, to, strict=True)
-    # x25 = gram_dy(x24, b; g, to, strict=True)
-    # x38 = gram_dy(x37, b; g, to, strict=True)
-    # x41 = gram_dy(x7, x27; g, to, strict=False)
-    x8 = tl.sum(tl.where(c[:, None] == c[None, :], x7, 0.0), 1)[:, None] * a
-    x44 = tl.zeros([C, BK], tl.float32)
+    # x21 = sum[after](g)
+    x21 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x22 = exp(x21)
+    x22 = tl.exp(x21)
+    dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x30 = mask(dAbk, strict=True)
+    x30 = tl.where(_keep_before(row), dAbk, 0.0)
+    x44 = _load_rows(x44_ptr + tile * C * C, row, row, C, C, C, True)
+    # x45 = mask(x44, strict=True)
+    x45 = tl.where(_keep_before(row), x44, 0.0)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x33 = scale * q
+    x33 = scale * q
+    x41 = _load_rows(x41_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x81 = sum[before](((-(x41 * a) + (dKT * k)) * x22))
+    x81 = _sums(_keep_before(row), (((-(x41 * a)) + (dKT * k)) * x22), SUM_PARTS)
+    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x8 = gram_dx(x7, a; g, to, strict=True)
+    # x54 = gram_dx(x30, k; g, to, strict=True)
+    # x56 = gram_dx(x45, a; g, to, strict=True)
+    # x31 = gram_dy(x30, b; g, to, strict=True)
+    # x46 = gram_dy(x45, b; g, to, strict=True)
+    # x49 = gram_dy(x7, x33; g, to, strict=True)
+    x8 = tl.zeros([C, BK], tl.float32)
+    x54 = tl.zeros([C, BK], tl.float32)
+    x56 = tl.zeros([C, BK], tl.float32)
+    x31 = tl.zeros([C, BK], tl.float32)
     x46 = tl.zeros([C, BK], tl.float32)
-    x25 = tl.zeros([C, BK], tl.float32)
-    x38 = tl.zeros([C, BK], tl.float32)
-    x41 = tl.sum(tl.where(c[:, None] == c[None, :], x7, 0.0), 1)[:, None] * x27
+    x49 = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (a * e).to(DOT)
-        decayed_1 = (b * e).to(DOT)
-        decayed_2 = (x27 * e).to(DOT)
-        decayed_3 = (k * e).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (a * decay).to(DOT)
+        decayed_1 = (b * decay).to(DOT)
+        decayed_2 = (x33 * decay).to(DOT)
+        decayed_3 = (k * decay).to(DOT)
         d_0 = tl.where(edge, x7, 0.0).to(DOT)
-        d_1 = tl.where(edge, x24, 0.0).to(DOT)
-        d_2 = tl.where(edge, x37, 0.0).to(DOT)
-        x8 += e * _dot(d_0, decayed_0, DOT, PRECISION)
-        x44 += e * _dot(d_1, decayed_3, DOT, PRECISION)
-        x46 += e * _dot(d_2, decayed_0, DOT, PRECISION)
-        x25 += e * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x38 += e * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
-        x41 += e * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
+        d_1 = tl.where(edge, x30, 0.0).to(DOT)
+        d_2 = tl.where(edge, x45, 0.0).to(DOT)
+        x8 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x54 += decay * _dot(d_1, decayed_3, DOT, PRECISION)
+        x56 += decay * _dot(d_2, decayed_0, DOT, PRECISION)
+        x31 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
+        x46 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
+        x49 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
     # x9 = -x8
     x9 = -x8
-    x11 = _load_rows(x11_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    dQL = _load_rows(dQL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dq = ((x9 + x11) + (dQL * x3)) * scale
-    dq = ((x9 + x11) + (dQL * x3)) * scale
+    x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dq = (((x9 + (x10 * a)) + x17) + (dQL * x3)) * scale
+    dq = (((x9 + (x10[:, None] * a)) + x17) + (dQL * x3)) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((b * T + t0) * HV + hv) * K, dq, c, ks, HV * K, T - t0, K, K == BK)
-    x28 = _load_rows(x28_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dk = ((dKT * x16) + x25) + x28
-    dk = ((dKT * x16) + x25) + x28
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
+    x36 = _load_rows(x36_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dk = ((dKT * x22) + x31) + x36
+    dk = ((dKT * x22) + x31) + x36
     if NEED & 2:
-        _store_rows(dk_out + ((b * T + t0) * HV + hv) * K, dk, c, ks, HV * K, T - t0, K, K == BK)
-    # da = (-(x33 * x16) + -x38) + -x41
-    da = ((-(x33 * x16)) + (-x38)) + (-x41)
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
+    # da = (-(x41 * x22) + -x46) + (-x49 + (x10 * x33))
+    da = ((-(x41 * x22)) + (-x46)) + ((-x49) + (x10[:, None] * x33))
     if NEED & 8:
-        _store_rows(da_out + ((b * T + t0) * HV + hv) * K, da, c, ks, HV * K, T - t0, K, K == BK)
-    # x47 = -x46
-    x47 = -x46
-    dBL = _load_rows(dBL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # db = ((dBL * x3) + x44) + x47
-    db = ((dBL * x3) + x44) + x47
+        _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K == BK)
+    # x57 = -x56
+    x57 = -x56
+    dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # db = ((dBL * x3) + x54) + x57
+    db = ((dBL * x3) + x54) + x57
     if NEED & 16:
-        _store_rows(db_out + ((b * T + t0) * HV + hv) * K, db, c, ks, HV * K, T - t0, K, K == BK)
-    # x65 = sum[from]((((((x27 * (x11 + x9)) + (a * (x38 + x41))) + (b * (x44 + x47))) + -(k * (x25 + x28))) + (((dBL * b) + (dQL * x27)) * x3)))
-    x65 = _sums(_keep_from(c), (((((x27 * (x11 + x9)) + (a * (x38 + x41))) + (b * (x44 + x47))) + (-(k * (x25 + x28)))) + (((dBL * b) + (dQL * x27)) * x3)), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    # dg = (x65 + x71) + (dGc * Gc)
-    dg = (x65 + x71) + (dGc * Gc)[None, :]
+        _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, T - start, K, K == BK)
+    x14 = _load_rows(x14_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    x34 = _load_rows(x34_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # x75 = sum[from]((((((x33 * (x14 + x9)) + (a * (x46 + x49))) + (b * (x54 + x57))) + -(k * (x31 + x34))) + (((dBL * b) + (dQL * x33)) * x3)))
+    x75 = _sums(_keep_from(row), (((((x33 * (x14 + x9)) + (a * (x46 + x49))) + (b * (x54 + x57))) + (-(k * (x31 + x34)))) + (((dBL * b) + (dQL * x33)) * x3)), SUM_PARTS)
+    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # dg = (x75 + x81) + (dGc * Gc)
+    dg = (x75 + x81) + (dGc * Gc)[None, :]
     if NEED & 32:
-        _store_rows(dg_out + ((b * T + t0) * HV + hv) * K, dg, c, ks, HV * K, T - t0, K, K == BK)
+        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1134,13 +1150,15 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x11 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x14 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x21 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x28 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x27 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x34 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x36 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x32 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x40 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1159,13 +1177,15 @@ def _backward_triton(
                 Aqk,
                 U,
                 W,
-                x11,
+                x14,
+                x17,
                 AT,
-                x21,
-                x28,
+                x27,
+                x34,
+                x36,
                 KT,
                 U2,
-                x32,
+                x40,
                 Gc,
                 QL,
                 scale,
@@ -1207,18 +1227,18 @@ def _backward_triton(
                 **own["scan"],
             )
         if needs & 127:
-            x22 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x28 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["reverse"]["BV"]),
                 AT,
-                x21,
+                x27,
                 Gc,
                 W,
                 QL,
                 do,
-                x22,
+                x28,
                 last,
                 dh0,
                 kept_dS,
@@ -1239,8 +1259,8 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x33 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x36 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x41 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x44 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dBL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
@@ -1252,17 +1272,17 @@ def _backward_triton(
                 v,
                 kept_dS,
                 E,
-                x22,
+                x28,
                 KT,
                 U2,
-                x32,
+                x40,
                 x6,
                 dQL,
                 dKT,
                 dAbk,
                 dv,
-                x33,
-                x36,
+                x41,
+                x44,
                 dBL,
                 dGc,
                 scale,
@@ -1282,17 +1302,19 @@ def _backward_triton(
                 x6,
                 a,
                 g,
-                x11,
+                x17,
                 dQL,
                 dKT,
                 dAbk,
                 b,
-                x28,
-                x33,
                 x36,
+                x41,
+                x44,
                 q,
                 dBL,
                 k,
+                x14,
+                x34,
                 dGc,
                 Gc,
                 dq,
@@ -1373,13 +1395,13 @@ def _run(x: Tensor, over: str) -> Tensor:
     return keep.to(x.dtype) @ x
 
 
-def _edge(x: Tensor, level: int) -> Tensor:
+def _edge_of(x: Tensor, level: int) -> Tensor:
     """Pairs that level joins: rows of the second half of a block of 2^(level+1), columns of its first half."""
     r, m = _index(x)
     return ((r >> level) == (m >> level) + 1) & (((r >> level) & 1) == 1)
 
 
-def _reach(g: Tensor, level: int, before: bool) -> Tensor:
+def _reach_of(g: Tensor, level: int, before: bool) -> Tensor:
     """Decay between a row and the edge between the halves of its block; no exponent is positive for g <= 0."""
     r, m = _index(g)
     second = ((r >> level) & 1) == 1
@@ -1396,27 +1418,29 @@ def _gram(x: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor
     """sum_K x_i y_j exp(sum of g over j+1..i, or ..i-1), lower triangle, by a tree of reference rows."""
     out = torch.zeros_like(x @ y.mT) if strict else torch.diag_embed((x * y).sum(-1))
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + torch.where(_edge(g, level), (x * left) @ (y * e).mT, 0)
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + torch.where(_edge_of(g, level), (x * left) @ (y * e).mT, 0)
     return out
 
 
-def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(y) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * y
+def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of x, for a strictly lower d."""
+    out = torch.zeros_like(y)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + left * (torch.where(_edge(g, level), d, 0) @ (y * e))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + left * (torch.where(_edge_of(g, level), d, 0) @ (y * e))
     return out
 
 
-def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(x) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * x
+def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of y, for a strictly lower d."""
+    out = torch.zeros_like(x)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + e * (torch.where(_edge(g, level), d, 0).mT @ (x * left))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + e * (torch.where(_edge_of(g, level), d, 0).mT @ (x * left))
     return out
 
 
@@ -1503,32 +1527,32 @@ def _forward_torch(
     U = E @ x7
     S = state
     o_all: list[Tensor] = []
-    for n in range(NT):
-        QL_n = QL[:, n]
-        x5_n = x5[:, n]
-        W_n = W[:, n]
-        U_n = U[:, n]
-        Aqa_n = Aqa[:, n]
-        Gc_n = Gc[:, n]
-        KT_n = KT[:, n]
-        v_n = v[:, n]
-        AT_n = AT[:, n]
+    for chunk in range(NT):
+        QL_here = QL[:, chunk]
+        x5_here = x5[:, chunk]
+        W_here = W[:, chunk]
+        U_here = U[:, chunk]
+        Aqa_here = Aqa[:, chunk]
+        Gc_here = Gc[:, chunk]
+        KT_here = KT[:, chunk]
+        v_here = v[:, chunk]
+        AT_here = AT[:, chunk]
         # x4 = QL @ S
-        x4 = QL_n @ S
+        x4 = QL_here @ S
         # x8 = W @ S
-        x8 = W_n @ S
+        x8 = W_here @ S
         # x9 = U + x8
-        x9 = U_n + x8
+        x9 = U_here + x8
         # x10 = Aqa @ x9
-        x10 = Aqa_n @ x9
+        x10 = Aqa_here @ x9
         # o = (x4 + x5) + -x10
-        o = (x4 + x5_n) + (-x10)
+        o = (x4 + x5_here) + (-x10)
         # x16 = KT^T @ v
-        x16 = KT_n.mT @ v_n
+        x16 = KT_here.mT @ v_here
         # x18 = AT^T @ x9
-        x18 = AT_n.mT @ x9
+        x18 = AT_here.mT @ x9
         # S_next = ((S * Gc) + x16) + -x18
-        S_next = ((S * Gc_n[..., :, None]) + x16) + (-x18)
+        S_next = ((S * Gc_here[..., :, None]) + x16) + (-x18)
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1573,28 +1597,28 @@ def _backward_torch(
     x3 = torch.exp(x2)
     # W = E @ (b * x3)
     W = E @ (b * x3)
-    # x15 = sum[after](g)
-    x15 = _run(g, 'after')
-    # x16 = exp(x15)
-    x16 = torch.exp(x15)
-    # AT = a * x16
-    AT = a * x16
+    # x21 = sum[after](g)
+    x21 = _run(g, 'after')
+    # x22 = exp(x21)
+    x22 = torch.exp(x21)
+    # AT = a * x22
+    AT = a * x22
     if needs & 126:
-        # x27 = scale * q
-        x27 = scale * q
+        # x33 = scale * q
+        x33 = scale * q
     if needs & 61:
-        # KT = k * x16
-        KT = k * x16
+        # KT = k * x22
+        KT = k * x22
     if needs & 4:
         # U2 = E @ Abk
         U2 = E @ Abk
-    # x74 = sum[all](g)
-    x74 = g.sum(-2)
-    # Gc = exp(x74)
-    Gc = torch.exp(x74)
+    # x84 = sum[all](g)
+    x84 = g.sum(-2)
+    # Gc = exp(x84)
+    Gc = torch.exp(x84)
     if needs & 126:
-        # QL = x27 * x3
-        QL = x27 * x3
+        # QL = x33 * x3
+        QL = x33 * x3
     if needs & 57:
         # x = Abk @ v
         x = Abk @ v
@@ -1604,75 +1628,85 @@ def _backward_torch(
         # dAqk = do @ v^T
         dAqk = do @ v.mT
     if needs & 126:
-        # x20 = Aqa^T @ do
-        x20 = Aqa.mT @ do
-        # x21 = -x20
-        x21 = -x20
+        # x26 = Aqa^T @ do
+        x26 = Aqa.mT @ do
+        # x27 = -x26
+        x27 = -x26
     if needs & 4:
-        # x32 = Aqk^T @ do
-        x32 = Aqk.mT @ do
+        # x40 = Aqk^T @ do
+        x40 = Aqk.mT @ do
     if needs & 35:
-        # x10 = mask(dAqk, strict=False)
-        x10 = torch.tril(dAqk, 0)
+        # x13 = mask(dAqk, strict=True)
+        x13 = torch.tril(dAqk, -1)
     if needs & 33:
-        # x11 = gram_dx(x10, k; g, to, strict=False)
-        x11 = _gram_dx(x10, k, g, False, False)
+        # x14 = gram_dx(x13, k; g, to, strict=True)
+        x14 = _gram_dx(x13, k, g, False)
+    if needs & 3:
+        # x15 = diagonal(dAqk)
+        x15 = dAqk.diagonal(dim1=-2, dim2=-1)
+    if needs & 1:
+        # x17 = x14 + (x15 * k)
+        x17 = x14 + (x15[..., :, None] * k)
     if needs & 34:
-        # x28 = gram_dy(x10, x27; g, to, strict=False)
-        x28 = _gram_dy(x10, x27, g, False, False)
-    if needs & 63:
+        # x34 = gram_dy(x13, x33; g, to, strict=True)
+        x34 = _gram_dy(x13, x33, g, False)
+    if needs & 2:
+        # x36 = x34 + (x15 * x33)
+        x36 = x34 + (x15[..., :, None] * x33)
+    if needs & 57:
         S = state
         x5_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
-        for n in range(NT):
-            W_n = W[:, n]
-            U_n = U[:, n]
-            Gc_n = Gc[:, n]
-            KT_n = KT[:, n]
-            v_n = v[:, n]
-            AT_n = AT[:, n]
+        for chunk in range(NT):
+            W_here = W[:, chunk]
+            U_here = U[:, chunk]
+            Gc_here = Gc[:, chunk]
+            KT_here = KT[:, chunk]
+            v_here = v[:, chunk]
+            AT_here = AT[:, chunk]
             kept_S_all.append(S)
             # x4 = W @ S
-            x4 = W_n @ S
+            x4 = W_here @ S
             # x5 = U + x4
-            x5 = U_n + x4
-            # x77 = KT^T @ v
-            x77 = KT_n.mT @ v_n
-            # x79 = AT^T @ x5
-            x79 = AT_n.mT @ x5
-            # S_next = ((S * Gc) + x77) + -x79
-            S_next = ((S * Gc_n[..., :, None]) + x77) + (-x79)
+            x5 = U_here + x4
+            # x87 = KT^T @ v
+            x87 = KT_here.mT @ v_here
+            # x89 = AT^T @ x5
+            x89 = AT_here.mT @ x5
+            # S_next = ((S * Gc) + x87) + -x89
+            S_next = ((S * Gc_here[..., :, None]) + x87) + (-x89)
             x5_all.append(x5)
             S = S_next
         end_S = S
         x5 = _stack(x5_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
-    dS = dstate
-    x22_all: list[Tensor] = []
-    kept_dS_all: list[Tensor] = []
-    for n in range(NT)[::-1]:
-        AT_n = AT[:, n]
-        x21_n = x21[:, n]
-        Gc_n = Gc[:, n]
-        W_n = W[:, n]
-        QL_n = QL[:, n]
-        do_n = do[:, n]
-        kept_dS_all.append(dS)
-        # x18 = AT @ dS
-        x18 = AT_n @ dS
-        # x22 = -x18 + x21
-        x22 = (-x18) + x21_n
-        # x82 = W^T @ x22
-        x82 = W_n.mT @ x22
-        # x84 = QL^T @ do
-        x84 = QL_n.mT @ do_n
-        # dS_prev = ((dS * Gc) + x82) + x84
-        dS_prev = ((dS * Gc_n[..., :, None]) + x82) + x84
-        x22_all.append(x22)
-        dS = dS_prev
-    end_dS = dS
-    x22 = _stack(x22_all[::-1], v, NT, C, dtype)
-    dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 126:
+        dS = dstate
+        x28_all: list[Tensor] = []
+        kept_dS_all: list[Tensor] = []
+        for chunk in range(NT)[::-1]:
+            AT_here = AT[:, chunk]
+            x27_here = x27[:, chunk]
+            Gc_here = Gc[:, chunk]
+            W_here = W[:, chunk]
+            QL_here = QL[:, chunk]
+            do_here = do[:, chunk]
+            kept_dS_all.append(dS)
+            # x24 = AT @ dS
+            x24 = AT_here @ dS
+            # x28 = -x24 + x27
+            x28 = (-x24) + x27_here
+            # x92 = W^T @ x28
+            x92 = W_here.mT @ x28
+            # x94 = QL^T @ do
+            x94 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x92) + x94
+            dS_prev = ((dS * Gc_here[..., :, None]) + x92) + x94
+            x28_all.append(x28)
+            dS = dS_prev
+        end_dS = dS
+        x28 = _stack(x28_all[::-1], v, NT, C, dtype)
+        dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 41:
         # x6 = do @ x5^T
         x6 = do @ x5.mT
@@ -1683,80 +1717,83 @@ def _backward_torch(
         # dKT = v @ dS^T
         dKT = v @ dS.mT
     if needs & 58:
-        # x23 = E^T @ x22
-        x23 = E.mT @ x22
+        # x29 = E^T @ x28
+        x29 = E.mT @ x28
     if needs & 50:
-        # dAbk = x23 @ v^T
-        dAbk = x23 @ v.mT
+        # dAbk = x29 @ v^T
+        dAbk = x29 @ v.mT
     if needs & 4:
-        # x29 = KT @ dS
-        x29 = KT @ dS
-        # x30 = U2^T @ x22
-        x30 = U2.mT @ x22
-        # dv = (x29 + x30) + x32
-        dv = (x29 + x30) + x32
+        # x37 = KT @ dS
+        x37 = KT @ dS
+        # x38 = U2^T @ x28
+        x38 = U2.mT @ x28
+        # dv = (x37 + x38) + x40
+        dv = (x37 + x38) + x40
     if needs & 40:
-        # x33 = x5 @ dS^T
-        x33 = x5 @ dS.mT
+        # x41 = x5 @ dS^T
+        x41 = x5 @ dS.mT
     if needs & 56:
-        # x36 = x23 @ x5^T
-        x36 = x23 @ x5.mT
+        # x44 = x29 @ x5^T
+        x44 = x29 @ x5.mT
     if needs & 48:
-        # dBL = x23 @ S^T
-        dBL = x23 @ S.mT
+        # dBL = x29 @ S^T
+        dBL = x29 @ S.mT
     if needs & 32:
-        # x73 = dS * S
-        x73 = dS * S
-        # dGc = sum_V(x73)
-        dGc = x73.sum(-1)
+        # x83 = dS * S
+        x83 = dS * S
+        # dGc = sum_V(x83)
+        dGc = x83.sum(-1)
     if needs & 41:
-        # x7 = mask(x6, strict=False)
-        x7 = torch.tril(x6, 0)
+        # x7 = mask(x6, strict=True)
+        x7 = torch.tril(x6, -1)
     if needs & 33:
-        # x8 = gram_dx(x7, a; g, to, strict=False)
-        x8 = _gram_dx(x7, a, g, False, False)
+        # x8 = gram_dx(x7, a; g, to, strict=True)
+        x8 = _gram_dx(x7, a, g, False)
         # x9 = -x8
         x9 = -x8
+    if needs & 9:
+        # x10 = diagonal(-x6)
+        x10 = (-x6).diagonal(dim1=-2, dim2=-1)
     if needs & 1:
-        # dq = ((x9 + x11) + (dQL * x3)) * scale
-        dq = ((x9 + x11) + (dQL * x3)) * scale
+        # dq = (((x9 + (x10 * a)) + x17) + (dQL * x3)) * scale
+        dq = (((x9 + (x10[..., :, None] * a)) + x17) + (dQL * x3)) * scale
     if needs & 50:
-        # x24 = mask(dAbk, strict=True)
-        x24 = torch.tril(dAbk, -1)
+        # x30 = mask(dAbk, strict=True)
+        x30 = torch.tril(dAbk, -1)
     if needs & 34:
-        # x25 = gram_dy(x24, b; g, to, strict=True)
-        x25 = _gram_dy(x24, b, g, False, True)
+        # x31 = gram_dy(x30, b; g, to, strict=True)
+        x31 = _gram_dy(x30, b, g, False)
     if needs & 2:
-        # dk = ((dKT * x16) + x25) + x28
-        dk = ((dKT * x16) + x25) + x28
+        # dk = ((dKT * x22) + x31) + x36
+        dk = ((dKT * x22) + x31) + x36
     if needs & 56:
-        # x37 = mask(x36, strict=True)
-        x37 = torch.tril(x36, -1)
+        # x45 = mask(x44, strict=True)
+        x45 = torch.tril(x44, -1)
     if needs & 40:
-        # x38 = gram_dy(x37, b; g, to, strict=True)
-        x38 = _gram_dy(x37, b, g, False, True)
-        # x41 = gram_dy(x7, x27; g, to, strict=False)
-        x41 = _gram_dy(x7, x27, g, False, False)
+        # x46 = gram_dy(x45, b; g, to, strict=True)
+        x46 = _gram_dy(x45, b, g, False)
+        # x49 = gram_dy(x7, x33; g, to, strict=True)
+        x49 = _gram_dy(x7, x33, g, False)
     if needs & 8:
-        # da = (-(x33 * x16) + -x38) + -x41
-        da = ((-(x33 * x16)) + (-x38)) + (-x41)
+        # da = (-(x41 * x22) + -x46) + (-x49 + (x10 * x33))
+        da = ((-(x41 * x22)) + (-x46)) + ((-x49) + (x10[..., :, None] * x33))
     if needs & 48:
-        # x44 = gram_dx(x24, k; g, to, strict=True)
-        x44 = _gram_dx(x24, k, g, False, True)
-        # x46 = gram_dx(x37, a; g, to, strict=True)
-        x46 = _gram_dx(x37, a, g, False, True)
-        # x47 = -x46
-        x47 = -x46
+        # x54 = gram_dx(x30, k; g, to, strict=True)
+        x54 = _gram_dx(x30, k, g, False)
+        # x56 = gram_dx(x45, a; g, to, strict=True)
+        x56 = _gram_dx(x45, a, g, False)
+        # x57 = -x56
+        x57 = -x56
     if needs & 16:
-        # db = ((dBL * x3) + x44) + x47
-        db = ((dBL * x3) + x44) + x47
+        # db = ((dBL * x3) + x54) + x57
+        db = ((dBL * x3) + x54) + x57
     if needs & 32:
-        # x65 = sum[from]((((((x27 * (x11 + x9)) + (a * (x38 + x41))) + (b * (x44 + x47))) + -(k * (x25 + x28))) + (((dBL * b) + (dQL * x27)) * x3)))
-        x65 = _run((((((x27 * (x11 + x9)) + (a * (x38 + x41))) + (b * (x44 + x47))) + (-(k * (x25 + x28)))) + (((dBL * b) + (dQL * x27)) * x3)), 'from')
-        # x71 = sum[before](((-(x33 * a) + (dKT * k)) * x16))
-        x71 = _run((((-(x33 * a)) + (dKT * k)) * x16), 'before')
-        # dg = (x65 + x71) + (dGc * Gc)
-        dg = (x65 + x71) + (dGc * Gc)[..., None, :]
+        # x75 = sum[from]((((((x33 * (x14 + x9)) + (a * (x46 + x49))) + (b * (x54 + x57))) + -(k * (x31 + x34))) + (((dBL * b) + (dQL * x33)) * x3)))
+        x75 = _run((((((x33 * (x14 + x9)) + (a * (x46 + x49))) + (b * (x54 + x57))) + (-(k * (x31 + x34)))) + (((dBL * b) + (dQL * x33)) * x3)), 'from')
+        # x81 = sum[before](((-(x41 * a) + (dKT * k)) * x22))
+        x81 = _run((((-(x41 * a)) + (dKT * k)) * x22), 'before')
+        # dg = (x75 + x81) + (dGc * Gc)
+        dg = (x75 + x81) + (dGc * Gc)[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 07ddb72f:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program b70d22b3:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_07ddb72f"
+_NAME = "dplr_absorbed_b70d22b3"
 
 
 def _jit(function: Any) -> Any:
@@ -226,89 +226,89 @@ def _forward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x = scale * q
     x = scale * q
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x2 = sum[to](g)
-    x2 = _sums(_keep_to(c), g, GATE_PARTS)
+    x2 = _sums(_keep_to(row), g, GATE_PARTS)
     # QL = x * exp(x2)
     QL = x * tl.exp(x2)
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     # x8 = sum[before](g)
-    x8 = _sums(_keep_before(c), g, GATE_PARTS)
+    x8 = _sums(_keep_before(row), g, GATE_PARTS)
     # x14 = sum[all](g)
     x14 = tl.sum(g, 0)
     # Gc = exp(x14)
     Gc = tl.exp(x14)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     # x16 = sum[after](g)
-    x16 = _sums(_keep_after(c), g, GATE_PARTS)
+    x16 = _sums(_keep_after(row), g, GATE_PARTS)
     # x17 = exp(x16)
     x17 = tl.exp(x16)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # KT = k * x17
     KT = k * x17
-    _store_rows(KT_out + tile * C * K, KT, c, ks, K, C, K, K == BK)
-    a = _load_rows(a_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
+    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # AT = a * x17
     AT = a * x17
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    d = _load_rows(d_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # Aqk = gram(x, k; g, to, strict=False)
     # Aqa = gram(x, a; g, to, strict=False)
     # N = gram(d, a; g, before, strict=True)
     # Abk = gram(d, k; g, before, strict=True)
-    Aqk = tl.where(c[:, None] == c[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    Aqa = tl.where(c[:, None] == c[None, :], tl.sum(x * a, 1)[:, None], 0.0)
+    Aqk = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * a, 1)[:, None], 0.0)
     N = tl.zeros([C, C], tl.float32)
     Abk = tl.zeros([C, C], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        e_before = tl.exp(_sums(_reach(c, level, True), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (x * e).to(DOT)
-        decayed_1 = (k * e).to(DOT)
-        decayed_2 = (a * e).to(DOT)
-        decayed_3 = (d * e_before).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (x * decay).to(DOT)
+        decayed_1 = (k * decay).to(DOT)
+        decayed_2 = (a * decay).to(DOT)
+        decayed_3 = (d * decay_before).to(DOT)
         Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
         Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         N += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         Abk += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
     if SAVE:
-        _store_rows(Aqk_out + tile * C * C, Aqk, c, c, C, C, C, True)
-    _store_rows(Aqa_out + tile * C * C, Aqa, c, c, C, C, C, True)
+        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     if SAVE:
-        _store_rows(Abk_out + tile * C * C, Abk, c, c, C, C, C, True)
+        _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
     # E = inverse(N)
-    E = _inverse(N, c, LEVELS, SOLVE)
+    E = _inverse(N, row, LEVELS, SOLVE)
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, c, c, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # W = E @ (d * exp(x8))
     W = _dot(E, (d * tl.exp(x8)), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x5 = Aqk @ v
         x5 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, c, vs, V, C, V, V % BV == 0)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         # x7 = Abk @ v
         x7 = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x7
         U = _dot(E, x7, DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -348,54 +348,54 @@ def _forward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x10 = W @ S
         x10 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x11 = U + x10
         x11 = U + x10
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x12 = Aqa @ x11
         x12 = _dot(Aqa, x11, DOT, PRECISION)
-        x5 = _load_rows(x5_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + -x12
         o = (x4 + x5) + (-x12)
         if NEED & 1:
-            _store_rows(o_out + ((b * T + t0) * HV + hv) * V, o, c, vs, HV * V, T - t0, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x18 = KT^T @ v
         x18 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x20 = AT^T @ x11
         x20 = _dot(tl.trans(AT), x11, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x18) + -x20
         S_next = ((S * Gc[:, None]) + x18) + (-x20)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -417,13 +417,15 @@ def _backward_prepare(
     Aqk_ptr,
     U_out,
     W_out,
-    x11_out,
+    x14_out,
+    x17_out,
     AT_out,
-    x23_out,
-    x30_out,
+    x29_out,
+    x36_out,
+    x38_out,
     KT_out,
     U2_out,
-    x34_out,
+    x42_out,
     Gc_out,
     QL_out,
     scale,
@@ -446,92 +448,100 @@ def _backward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x2 = sum[before](g)
-    x2 = _sums(_keep_before(c), g, GATE_PARTS)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    d = _load_rows(d_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    x2 = _sums(_keep_before(row), g, GATE_PARTS)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # W = E @ (d * exp(x2))
     W = _dot(E, (d * tl.exp(x2)), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
-    # x17 = sum[after](g)
-    x17 = _sums(_keep_after(c), g, GATE_PARTS)
-    # x18 = exp(x17)
-    x18 = tl.exp(x17)
-    a = _load_rows(a_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # AT = a * x18
-    AT = a * x18
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x29 = scale * q
-    x29 = scale * q
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # KT = k * x18
-    KT = k * x18
-    _store_rows(KT_out + tile * C * K, KT, c, ks, K, C, K, K == BK)
-    Abk = _load_rows(Abk_ptr + tile * C * C, c, c, C, C, C, True)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    # x23 = sum[after](g)
+    x23 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x24 = exp(x23)
+    x24 = tl.exp(x23)
+    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # AT = a * x24
+    AT = a * x24
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x35 = scale * q
+    x35 = scale * q
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # KT = k * x24
+    KT = k * x24
+    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
+    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ Abk
     U2 = _dot(E, Abk, DOT, PRECISION)
-    _store_rows(U2_out + tile * C * C, U2, c, c, C, C, C, True)
-    # x78 = sum[all](g)
-    x78 = tl.sum(g, 0)
-    # Gc = exp(x78)
-    Gc = tl.exp(x78)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
-    # x13 = sum[to](g)
-    x13 = _sums(_keep_to(c), g, GATE_PARTS)
-    # QL = x29 * exp(x13)
-    QL = x29 * tl.exp(x13)
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
+    # x88 = sum[all](g)
+    x88 = tl.sum(g, 0)
+    # Gc = exp(x88)
+    Gc = tl.exp(x88)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+    # x19 = sum[to](g)
+    x19 = _sums(_keep_to(row), g, GATE_PARTS)
+    # QL = x35 * exp(x19)
+    QL = x35 * tl.exp(x19)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     dAqk = tl.zeros([C, C, ], tl.float32)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
-    Aqk = _load_rows(Aqk_ptr + tile * C * C, c, c, C, C, C, True)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x = Abk @ v
         x = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x
         U = _dot(E, x, DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x22 = Aqa^T @ do
-        x22 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x23 = -x22
-        x23 = -x22
-        _store_rows(x23_out + tile * C * V, x23, c, vs, V, C, V, V % BV == 0)
-        # x34 = Aqk^T @ do
-        x34 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x34_out + tile * C * V, x34, c, vs, V, C, V, V % BV == 0)
-    # x10 = mask(dAqk, strict=False)
-    x10 = tl.where(_keep_to(c), dAqk, 0.0)
-    # x11 = gram_dx(x10, k; g, to, strict=False)
-    # x30 = gram_dy(x10, x29; g, to, strict=False)
-    x11 = tl.sum(tl.where(c[:, None] == c[None, :], x10, 0.0), 1)[:, None] * k
-    x30 = tl.sum(tl.where(c[:, None] == c[None, :], x10, 0.0), 1)[:, None] * x29
+        # x28 = Aqa^T @ do
+        x28 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x29 = -x28
+        x29 = -x28
+        _store_rows(x29_out + tile * C * V, x29, row, col_v, V, C, V, V % BV == 0)
+        # x42 = Aqk^T @ do
+        x42 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x42_out + tile * C * V, x42, row, col_v, V, C, V, V % BV == 0)
+    # x13 = mask(dAqk, strict=True)
+    x13 = tl.where(_keep_before(row), dAqk, 0.0)
+    # x15 = diagonal(dAqk)
+    x15 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x14 = gram_dx(x13, k; g, to, strict=True)
+    # x36 = gram_dy(x13, x35; g, to, strict=True)
+    x14 = tl.zeros([C, BK], tl.float32)
+    x36 = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (k * e).to(DOT)
-        decayed_1 = (x29 * e).to(DOT)
-        d_0 = tl.where(edge, x10, 0.0).to(DOT)
-        x11 += e * _dot(d_0, decayed_0, DOT, PRECISION)
-        x30 += e * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-    _store_rows(x11_out + tile * C * K, x11, c, ks, K, C, K, K == BK)
-    _store_rows(x30_out + tile * C * K, x30, c, ks, K, C, K, K == BK)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (k * decay).to(DOT)
+        decayed_1 = (x35 * decay).to(DOT)
+        d_0 = tl.where(edge, x13, 0.0).to(DOT)
+        x14 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x36 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+    _store_rows(x14_out + tile * C * K, x14, row, col_k, K, C, K, K == BK)
+    _store_rows(x36_out + tile * C * K, x36, row, col_k, K, C, K, K == BK)
+    # x17 = x14 + (x15 * k)
+    x17 = x14 + (x15[:, None] * k)
+    _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K == BK)
+    # x38 = x36 + (x15 * x35)
+    x38 = x36 + (x15[:, None] * x35)
+    _store_rows(x38_out + tile * C * K, x38, row, col_k, K, C, K, K == BK)
 
 
 @_jit
@@ -569,56 +579,56 @@ def _backward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, S, ks, vs, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x4 = W @ S
         x4 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x5 = U + x4
         x5 = U + x4
-        _store_rows(x5_out + tile * C * V, x5, c, vs, V, C, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x81 = KT^T @ v
-        x81 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x83 = AT^T @ x5
-        x83 = _dot(tl.trans(AT), x5, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # S_next = ((S * Gc) + x81) + -x83
-        S_next = ((S * Gc[:, None]) + x81) + (-x83)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x91 = KT^T @ v
+        x91 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x93 = AT^T @ x5
+        x93 = _dot(tl.trans(AT), x5, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # S_next = ((S * Gc) + x91) + -x93
+        S_next = ((S * Gc[:, None]) + x91) + (-x93)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x23_ptr,
+    x29_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x24_out,
+    x30_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -645,45 +655,45 @@ def _backward_reverse(
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        dS = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = NT - 1 - i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, dS, ks, vs, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x20 = AT @ dS
-        x20 = _dot(AT, dS, DOT, PRECISION)
-        x23 = _load_rows(x23_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x24 = -x20 + x23
-        x24 = (-x20) + x23
-        _store_rows(x24_out + tile * C * V, x24, c, vs, V, C, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x86 = W^T @ x24
-        x86 = _dot(tl.trans(W), x24, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x88 = QL^T @ do
-        x88 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x86) + x88
-        dS_prev = ((dS * Gc[:, None]) + x86) + x88
+    for step in range(NT):
+        chunk = NT - 1 - step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x26 = AT @ dS
+        x26 = _dot(AT, dS, DOT, PRECISION)
+        x29 = _load_rows(x29_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x30 = -x26 + x29
+        x30 = (-x26) + x29
+        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x96 = W^T @ x30
+        x96 = _dot(tl.trans(W), x30, DOT, PRECISION)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x98 = QL^T @ do
+        x98 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dS_prev = ((dS * Gc) + x96) + x98
+        dS_prev = ((dS * Gc[:, None]) + x96) + x98
         dS = dS_prev
     if FINAL:
-        _store_rows(final_out + row * K * V, dS, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -694,17 +704,17 @@ def _backward_finish(
     v_ptr,
     dS_ptr,
     E_ptr,
-    x24_ptr,
+    x30_ptr,
     KT_ptr,
     U2_ptr,
-    x34_ptr,
+    x42_ptr,
     x6_out,
     dQL_out,
     dKT_out,
     dAbk_out,
     dv_out,
-    x35_out,
-    x38_out,
+    x43_out,
+    x46_out,
     dBL_out,
     dGc_out,
     scale,
@@ -727,73 +737,73 @@ def _backward_finish(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
     x6 = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     dAbk = tl.zeros([C, C, ], tl.float32)
-    KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    U2 = _load_rows(U2_ptr + tile * C * C, c, c, C, C, C, True)
-    x35 = tl.zeros([C, BK, ], tl.float32)
-    x38 = tl.zeros([C, C, ], tl.float32)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
+    x43 = tl.zeros([C, BK, ], tl.float32)
+    x46 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        x5 = _load_rows(x5_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = do @ x5^T
         x6 += _dot(do, tl.trans(x5), DOT, PRECISION)
-        S = _load_rows(S_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        dS = _load_rows(dS_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        x24 = _load_rows(x24_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x25 = E^T @ x24
-        x25 = _dot(tl.trans(E), x24, DOT, PRECISION)
-        # dAbk = x25 @ v^T
-        dAbk += _dot(x25, tl.trans(v), DOT, PRECISION)
-        # x31 = KT @ dS
-        x31 = _dot(KT, dS, DOT, PRECISION)
-        # x32 = U2^T @ x24
-        x32 = _dot(tl.trans(U2), x24, DOT, PRECISION)
-        x34 = _load_rows(x34_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # dv = (x31 + x32) + x34
-        dv = (x31 + x32) + x34
+        x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x31 = E^T @ x30
+        x31 = _dot(tl.trans(E), x30, DOT, PRECISION)
+        # dAbk = x31 @ v^T
+        dAbk += _dot(x31, tl.trans(v), DOT, PRECISION)
+        # x39 = KT @ dS
+        x39 = _dot(KT, dS, DOT, PRECISION)
+        # x40 = U2^T @ x30
+        x40 = _dot(tl.trans(U2), x30, DOT, PRECISION)
+        x42 = _load_rows(x42_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = (x39 + x40) + x42
+        dv = (x39 + x40) + x42
         if NEED & 4:
-            _store_rows(dv_out + ((b * T + t0) * HV + hv) * V, dv, c, vs, HV * V, T - t0, V, V % BV == 0)
-        # x35 = x5 @ dS^T
-        x35 += _dot(x5, tl.trans(dS), DOT, PRECISION)
-        # x38 = x25 @ x5^T
-        x38 += _dot(x25, tl.trans(x5), DOT, PRECISION)
-        # dBL = x25 @ S^T
-        dBL += _dot(x25, tl.trans(S), DOT, PRECISION)
-        # x77 = dS * S
-        x77 = dS * S
-        # dGc = sum_V(x77)
-        dGc += tl.sum(x77, 1)
-    _store_rows(x6_out + tile * C * C, x6, c, c, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, c, ks, K, C, K, K == BK)
-    _store_rows(dKT_out + tile * C * K, dKT, c, ks, K, C, K, K == BK)
-    _store_rows(dAbk_out + tile * C * C, dAbk, c, c, C, C, C, True)
-    _store_rows(x35_out + tile * C * K, x35, c, ks, K, C, K, K == BK)
-    _store_rows(x38_out + tile * C * C, x38, c, c, C, C, C, True)
-    _store_rows(dBL_out + tile * C * K, dBL, c, ks, K, C, K, K == BK)
-    tl.store(dGc_out + tile * K + ks, dGc, mask=ks < K)
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        # x43 = x5 @ dS^T
+        x43 += _dot(x5, tl.trans(dS), DOT, PRECISION)
+        # x46 = x31 @ x5^T
+        x46 += _dot(x31, tl.trans(x5), DOT, PRECISION)
+        # dBL = x31 @ S^T
+        dBL += _dot(x31, tl.trans(S), DOT, PRECISION)
+        # x87 = dS * S
+        x87 = dS * S
+        # dGc = sum_V(x87)
+        dGc += tl.sum(x87, 1)
+    _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K == BK)
+    _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
+    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K == BK)
+    _store_rows(x46_out + tile * C * C, x46, row, row, C, C, C, True)
+    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K == BK)
+    tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
 
 
 @_jit
@@ -801,17 +811,19 @@ def _backward_finish_1(
     x6_ptr,
     a_ptr,
     g_ptr,
-    x11_ptr,
+    x17_ptr,
     dQL_ptr,
     dKT_ptr,
     dAbk_ptr,
     d_ptr,
-    x30_ptr,
-    x35_ptr,
     x38_ptr,
+    x43_ptr,
+    x46_ptr,
     q_ptr,
     dBL_ptr,
     k_ptr,
+    x14_ptr,
+    x36_ptr,
     dGc_ptr,
     Gc_ptr,
     dq_out,
@@ -839,111 +851,115 @@ def _backward_finish_1(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    x6 = _load_rows(x6_ptr + tile * C * C, c, c, C, C, C, True)
-    # x7 = mask(x6, strict=False)
-    x7 = tl.where(_keep_to(c), x6, 0.0)
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
-    # x13 = sum[to](g)
-    x13 = _sums(_keep_to(c), g, GATE_PARTS)
-    # x14 = exp(x13)
-    x14 = tl.exp(x13)
-    # x17 = sum[after](g)
-    x17 = _sums(_keep_after(c), g, GATE_PARTS)
-    # x18 = exp(x17)
-    x18 = tl.exp(x17)
-    dAbk = _load_rows(dAbk_ptr + tile * C * C, c, c, C, C, C, True)
-    # x26 = mask(dAbk, strict=True)
-    x26 = tl.where(_keep_before(c), dAbk, 0.0)
-    x38 = _load_rows(x38_ptr + tile * C * C, c, c, C, C, C, True)
-    # x39 = mask(x38, strict=True)
-    x39 = tl.where(_keep_before(c), x38, 0.0)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x29 = scale * q
-    x29 = scale * q
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
+    # x7 = mask(x6, strict=True)
+    x7 = tl.where(_keep_before(row), x6, 0.0)
+    # x10 = diagonal(-x6)
+    x10 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
+    # x19 = sum[to](g)
+    x19 = _sums(_keep_to(row), g, GATE_PARTS)
+    # x20 = exp(x19)
+    x20 = tl.exp(x19)
+    # x23 = sum[after](g)
+    x23 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x24 = exp(x23)
+    x24 = tl.exp(x23)
+    dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x32 = mask(dAbk, strict=True)
+    x32 = tl.where(_keep_before(row), dAbk, 0.0)
+    x46 = _load_rows(x46_ptr + tile * C * C, row, row, C, C, C, True)
+    # x47 = mask(x46, strict=True)
+    x47 = tl.where(_keep_before(row), x46, 0.0)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x35 = scale * q
+    x35 = scale * q
     # x2 = sum[before](g)
-    x2 = _sums(_keep_before(c), g, GATE_PARTS)
+    x2 = _sums(_keep_before(row), g, GATE_PARTS)
     # x3 = exp(x2)
     x3 = tl.exp(x2)
-    x35 = _load_rows(x35_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    a = _load_rows(a_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    dKT = _load_rows(dKT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x75 = sum[before](((-(x35 * a) + (dKT * k)) * x18))
-    x75 = _sums(_keep_before(c), (((-(x35 * a)) + (dKT * k)) * x18), SUM_PARTS)
-    d = _load_rows(d_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x8 = gram_dx(x7, a; g, to, strict=False)
-    # x46 = gram_dx(x26, k; g, before, strict=True)
-    # x48 = gram_dx(x39, a; g, before, strict=True)
-    # x27 = gram_dy(x26, d; g, before, strict=True)
-    # x40 = gram_dy(x39, d; g, before, strict=True)
-    # x43 = gram_dy(x7, x29; g, to, strict=False)
-    x8 = tl.sum(tl.where(c[:, None] == c[None, :], x7, 0.0), 1)[:, None] * a
-    x46 = tl.zeros([C, BK], tl.float32)
+    x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x85 = sum[before](((-(x43 * a) + (dKT * k)) * x24))
+    x85 = _sums(_keep_before(row), (((-(x43 * a)) + (dKT * k)) * x24), SUM_PARTS)
+    d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x8 = gram_dx(x7, a; g, to, strict=True)
+    # x56 = gram_dx(x32, k; g, before, strict=True)
+    # x58 = gram_dx(x47, a; g, before, strict=True)
+    # x33 = gram_dy(x32, d; g, before, strict=True)
+    # x48 = gram_dy(x47, d; g, before, strict=True)
+    # x51 = gram_dy(x7, x35; g, to, strict=True)
+    x8 = tl.zeros([C, BK], tl.float32)
+    x56 = tl.zeros([C, BK], tl.float32)
+    x58 = tl.zeros([C, BK], tl.float32)
+    x33 = tl.zeros([C, BK], tl.float32)
     x48 = tl.zeros([C, BK], tl.float32)
-    x27 = tl.zeros([C, BK], tl.float32)
-    x40 = tl.zeros([C, BK], tl.float32)
-    x43 = tl.sum(tl.where(c[:, None] == c[None, :], x7, 0.0), 1)[:, None] * x29
+    x51 = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        e_before = tl.exp(_sums(_reach(c, level, True), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (a * e).to(DOT)
-        decayed_1 = (d * e_before).to(DOT)
-        decayed_2 = (x29 * e).to(DOT)
-        decayed_3 = (k * e).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (a * decay).to(DOT)
+        decayed_1 = (d * decay_before).to(DOT)
+        decayed_2 = (x35 * decay).to(DOT)
+        decayed_3 = (k * decay).to(DOT)
         d_0 = tl.where(edge, x7, 0.0).to(DOT)
-        d_1 = tl.where(edge, x26, 0.0).to(DOT)
-        d_2 = tl.where(edge, x39, 0.0).to(DOT)
-        x8 += e * _dot(d_0, decayed_0, DOT, PRECISION)
-        x46 += e_before * _dot(d_1, decayed_3, DOT, PRECISION)
-        x48 += e_before * _dot(d_2, decayed_0, DOT, PRECISION)
-        x27 += e * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x40 += e * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
-        x43 += e * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
+        d_1 = tl.where(edge, x32, 0.0).to(DOT)
+        d_2 = tl.where(edge, x47, 0.0).to(DOT)
+        x8 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x56 += decay_before * _dot(d_1, decayed_3, DOT, PRECISION)
+        x58 += decay_before * _dot(d_2, decayed_0, DOT, PRECISION)
+        x33 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
+        x48 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
+        x51 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
     # x9 = -x8
     x9 = -x8
-    x11 = _load_rows(x11_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    dQL = _load_rows(dQL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dq = ((x9 + x11) + (dQL * x14)) * scale
-    dq = ((x9 + x11) + (dQL * x14)) * scale
+    x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dq = (((x9 + (x10 * a)) + x17) + (dQL * x20)) * scale
+    dq = (((x9 + (x10[:, None] * a)) + x17) + (dQL * x20)) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((b * T + t0) * HV + hv) * K, dq, c, ks, HV * K, T - t0, K, K == BK)
-    x30 = _load_rows(x30_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dk = ((dKT * x18) + x27) + x30
-    dk = ((dKT * x18) + x27) + x30
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
+    x38 = _load_rows(x38_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dk = ((dKT * x24) + x33) + x38
+    dk = ((dKT * x24) + x33) + x38
     if NEED & 2:
-        _store_rows(dk_out + ((b * T + t0) * HV + hv) * K, dk, c, ks, HV * K, T - t0, K, K == BK)
-    # da = (-(x35 * x18) + -x40) + -x43
-    da = ((-(x35 * x18)) + (-x40)) + (-x43)
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
+    # da = (-(x43 * x24) + -x48) + (-x51 + (x10 * x35))
+    da = ((-(x43 * x24)) + (-x48)) + ((-x51) + (x10[:, None] * x35))
     if NEED & 8:
-        _store_rows(da_out + ((b * T + t0) * HV + hv) * K, da, c, ks, HV * K, T - t0, K, K == BK)
-    # x49 = -x48
-    x49 = -x48
-    dBL = _load_rows(dBL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dd = ((dBL * x3) + x46) + x49
-    dd = ((dBL * x3) + x46) + x49
+        _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K == BK)
+    # x59 = -x58
+    x59 = -x58
+    dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dd = ((dBL * x3) + x56) + x59
+    dd = ((dBL * x3) + x56) + x59
     if NEED & 16:
-        _store_rows(dd_out + ((b * T + t0) * HV + hv) * K, dd, c, ks, HV * K, T - t0, K, K == BK)
-    # x62 = sum[from](((((x29 * (x11 + x9)) + (a * (x40 + x43))) + -(k * (x27 + x30))) + ((dQL * x29) * x14)))
-    x62 = _sums(_keep_from(c), ((((x29 * (x11 + x9)) + (a * (x40 + x43))) + (-(k * (x27 + x30)))) + ((dQL * x29) * x14)), SUM_PARTS)
-    # x68 = sum[after](((d * (x46 + x49)) + ((dBL * d) * x3)))
-    x68 = _sums(_keep_after(c), ((d * (x46 + x49)) + ((dBL * d) * x3)), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    # dg = ((x62 + x68) + x75) + (dGc * Gc)
-    dg = ((x62 + x68) + x75) + (dGc * Gc)[None, :]
+        _store_rows(dd_out + ((batch * T + start) * HV + head_v) * K, dd, row, col_k, HV * K, T - start, K, K == BK)
+    x14 = _load_rows(x14_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    x36 = _load_rows(x36_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # x72 = sum[from](((((x35 * (x14 + x9)) + (a * (x48 + x51))) + -(k * (x33 + x36))) + ((dQL * x35) * x20)))
+    x72 = _sums(_keep_from(row), ((((x35 * (x14 + x9)) + (a * (x48 + x51))) + (-(k * (x33 + x36)))) + ((dQL * x35) * x20)), SUM_PARTS)
+    # x78 = sum[after](((d * (x56 + x59)) + ((dBL * d) * x3)))
+    x78 = _sums(_keep_after(row), ((d * (x56 + x59)) + ((dBL * d) * x3)), SUM_PARTS)
+    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # dg = ((x72 + x78) + x85) + (dGc * Gc)
+    dg = ((x72 + x78) + x85) + (dGc * Gc)[None, :]
     if NEED & 32:
-        _store_rows(dg_out + ((b * T + t0) * HV + hv) * K, dg, c, ks, HV * K, T - t0, K, K == BK)
+        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1142,13 +1158,15 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x11 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x14 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x23 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x30 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x29 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x36 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x38 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x42 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1167,13 +1185,15 @@ def _backward_triton(
                 Aqk,
                 U,
                 W,
-                x11,
+                x14,
+                x17,
                 AT,
-                x23,
-                x30,
+                x29,
+                x36,
+                x38,
                 KT,
                 U2,
-                x34,
+                x42,
                 Gc,
                 QL,
                 scale,
@@ -1215,18 +1235,18 @@ def _backward_triton(
                 **own["scan"],
             )
         if needs & 127:
-            x24 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x30 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["reverse"]["BV"]),
                 AT,
-                x23,
+                x29,
                 Gc,
                 W,
                 QL,
                 do,
-                x24,
+                x30,
                 last,
                 dh0,
                 kept_dS,
@@ -1247,8 +1267,8 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x35 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x38 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x46 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dBL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
@@ -1260,17 +1280,17 @@ def _backward_triton(
                 v,
                 kept_dS,
                 E,
-                x24,
+                x30,
                 KT,
                 U2,
-                x34,
+                x42,
                 x6,
                 dQL,
                 dKT,
                 dAbk,
                 dv,
-                x35,
-                x38,
+                x43,
+                x46,
                 dBL,
                 dGc,
                 scale,
@@ -1290,17 +1310,19 @@ def _backward_triton(
                 x6,
                 a,
                 g,
-                x11,
+                x17,
                 dQL,
                 dKT,
                 dAbk,
                 d,
-                x30,
-                x35,
                 x38,
+                x43,
+                x46,
                 q,
                 dBL,
                 k,
+                x14,
+                x36,
                 dGc,
                 Gc,
                 dq,
@@ -1381,13 +1403,13 @@ def _run(x: Tensor, over: str) -> Tensor:
     return keep.to(x.dtype) @ x
 
 
-def _edge(x: Tensor, level: int) -> Tensor:
+def _edge_of(x: Tensor, level: int) -> Tensor:
     """Pairs that level joins: rows of the second half of a block of 2^(level+1), columns of its first half."""
     r, m = _index(x)
     return ((r >> level) == (m >> level) + 1) & (((r >> level) & 1) == 1)
 
 
-def _reach(g: Tensor, level: int, before: bool) -> Tensor:
+def _reach_of(g: Tensor, level: int, before: bool) -> Tensor:
     """Decay between a row and the edge between the halves of its block; no exponent is positive for g <= 0."""
     r, m = _index(g)
     second = ((r >> level) & 1) == 1
@@ -1404,27 +1426,29 @@ def _gram(x: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor
     """sum_K x_i y_j exp(sum of g over j+1..i, or ..i-1), lower triangle, by a tree of reference rows."""
     out = torch.zeros_like(x @ y.mT) if strict else torch.diag_embed((x * y).sum(-1))
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + torch.where(_edge(g, level), (x * left) @ (y * e).mT, 0)
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + torch.where(_edge_of(g, level), (x * left) @ (y * e).mT, 0)
     return out
 
 
-def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(y) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * y
+def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of x, for a strictly lower d."""
+    out = torch.zeros_like(y)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + left * (torch.where(_edge(g, level), d, 0) @ (y * e))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + left * (torch.where(_edge_of(g, level), d, 0) @ (y * e))
     return out
 
 
-def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(x) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * x
+def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of y, for a strictly lower d."""
+    out = torch.zeros_like(x)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + e * (torch.where(_edge(g, level), d, 0).mT @ (x * left))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + e * (torch.where(_edge_of(g, level), d, 0).mT @ (x * left))
     return out
 
 
@@ -1511,32 +1535,32 @@ def _forward_torch(
     U = E @ x7
     S = state
     o_all: list[Tensor] = []
-    for n in range(NT):
-        QL_n = QL[:, n]
-        x5_n = x5[:, n]
-        W_n = W[:, n]
-        U_n = U[:, n]
-        Aqa_n = Aqa[:, n]
-        Gc_n = Gc[:, n]
-        KT_n = KT[:, n]
-        v_n = v[:, n]
-        AT_n = AT[:, n]
+    for chunk in range(NT):
+        QL_here = QL[:, chunk]
+        x5_here = x5[:, chunk]
+        W_here = W[:, chunk]
+        U_here = U[:, chunk]
+        Aqa_here = Aqa[:, chunk]
+        Gc_here = Gc[:, chunk]
+        KT_here = KT[:, chunk]
+        v_here = v[:, chunk]
+        AT_here = AT[:, chunk]
         # x4 = QL @ S
-        x4 = QL_n @ S
+        x4 = QL_here @ S
         # x10 = W @ S
-        x10 = W_n @ S
+        x10 = W_here @ S
         # x11 = U + x10
-        x11 = U_n + x10
+        x11 = U_here + x10
         # x12 = Aqa @ x11
-        x12 = Aqa_n @ x11
+        x12 = Aqa_here @ x11
         # o = (x4 + x5) + -x12
-        o = (x4 + x5_n) + (-x12)
+        o = (x4 + x5_here) + (-x12)
         # x18 = KT^T @ v
-        x18 = KT_n.mT @ v_n
+        x18 = KT_here.mT @ v_here
         # x20 = AT^T @ x11
-        x20 = AT_n.mT @ x11
+        x20 = AT_here.mT @ x11
         # S_next = ((S * Gc) + x18) + -x20
-        S_next = ((S * Gc_n[..., :, None]) + x18) + (-x20)
+        S_next = ((S * Gc_here[..., :, None]) + x18) + (-x20)
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1581,32 +1605,32 @@ def _backward_torch(
     x3 = torch.exp(x2)
     # W = E @ (d * x3)
     W = E @ (d * x3)
-    # x17 = sum[after](g)
-    x17 = _run(g, 'after')
-    # x18 = exp(x17)
-    x18 = torch.exp(x17)
-    # AT = a * x18
-    AT = a * x18
+    # x23 = sum[after](g)
+    x23 = _run(g, 'after')
+    # x24 = exp(x23)
+    x24 = torch.exp(x23)
+    # AT = a * x24
+    AT = a * x24
     if needs & 126:
-        # x29 = scale * q
-        x29 = scale * q
+        # x35 = scale * q
+        x35 = scale * q
     if needs & 61:
-        # KT = k * x18
-        KT = k * x18
+        # KT = k * x24
+        KT = k * x24
     if needs & 4:
         # U2 = E @ Abk
         U2 = E @ Abk
-    # x78 = sum[all](g)
-    x78 = g.sum(-2)
-    # Gc = exp(x78)
-    Gc = torch.exp(x78)
-    # x13 = sum[to](g)
-    x13 = _run(g, 'to')
-    # x14 = exp(x13)
-    x14 = torch.exp(x13)
+    # x88 = sum[all](g)
+    x88 = g.sum(-2)
+    # Gc = exp(x88)
+    Gc = torch.exp(x88)
+    # x19 = sum[to](g)
+    x19 = _run(g, 'to')
+    # x20 = exp(x19)
+    x20 = torch.exp(x19)
     if needs & 126:
-        # QL = x29 * x14
-        QL = x29 * x14
+        # QL = x35 * x20
+        QL = x35 * x20
     if needs & 57:
         # x = Abk @ v
         x = Abk @ v
@@ -1616,75 +1640,85 @@ def _backward_torch(
         # dAqk = do @ v^T
         dAqk = do @ v.mT
     if needs & 126:
-        # x22 = Aqa^T @ do
-        x22 = Aqa.mT @ do
-        # x23 = -x22
-        x23 = -x22
+        # x28 = Aqa^T @ do
+        x28 = Aqa.mT @ do
+        # x29 = -x28
+        x29 = -x28
     if needs & 4:
-        # x34 = Aqk^T @ do
-        x34 = Aqk.mT @ do
+        # x42 = Aqk^T @ do
+        x42 = Aqk.mT @ do
     if needs & 35:
-        # x10 = mask(dAqk, strict=False)
-        x10 = torch.tril(dAqk, 0)
+        # x13 = mask(dAqk, strict=True)
+        x13 = torch.tril(dAqk, -1)
     if needs & 33:
-        # x11 = gram_dx(x10, k; g, to, strict=False)
-        x11 = _gram_dx(x10, k, g, False, False)
+        # x14 = gram_dx(x13, k; g, to, strict=True)
+        x14 = _gram_dx(x13, k, g, False)
+    if needs & 3:
+        # x15 = diagonal(dAqk)
+        x15 = dAqk.diagonal(dim1=-2, dim2=-1)
+    if needs & 1:
+        # x17 = x14 + (x15 * k)
+        x17 = x14 + (x15[..., :, None] * k)
     if needs & 34:
-        # x30 = gram_dy(x10, x29; g, to, strict=False)
-        x30 = _gram_dy(x10, x29, g, False, False)
-    if needs & 63:
+        # x36 = gram_dy(x13, x35; g, to, strict=True)
+        x36 = _gram_dy(x13, x35, g, False)
+    if needs & 2:
+        # x38 = x36 + (x15 * x35)
+        x38 = x36 + (x15[..., :, None] * x35)
+    if needs & 57:
         S = state
         x5_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
-        for n in range(NT):
-            W_n = W[:, n]
-            U_n = U[:, n]
-            Gc_n = Gc[:, n]
-            KT_n = KT[:, n]
-            v_n = v[:, n]
-            AT_n = AT[:, n]
+        for chunk in range(NT):
+            W_here = W[:, chunk]
+            U_here = U[:, chunk]
+            Gc_here = Gc[:, chunk]
+            KT_here = KT[:, chunk]
+            v_here = v[:, chunk]
+            AT_here = AT[:, chunk]
             kept_S_all.append(S)
             # x4 = W @ S
-            x4 = W_n @ S
+            x4 = W_here @ S
             # x5 = U + x4
-            x5 = U_n + x4
-            # x81 = KT^T @ v
-            x81 = KT_n.mT @ v_n
-            # x83 = AT^T @ x5
-            x83 = AT_n.mT @ x5
-            # S_next = ((S * Gc) + x81) + -x83
-            S_next = ((S * Gc_n[..., :, None]) + x81) + (-x83)
+            x5 = U_here + x4
+            # x91 = KT^T @ v
+            x91 = KT_here.mT @ v_here
+            # x93 = AT^T @ x5
+            x93 = AT_here.mT @ x5
+            # S_next = ((S * Gc) + x91) + -x93
+            S_next = ((S * Gc_here[..., :, None]) + x91) + (-x93)
             x5_all.append(x5)
             S = S_next
         end_S = S
         x5 = _stack(x5_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
-    dS = dstate
-    x24_all: list[Tensor] = []
-    kept_dS_all: list[Tensor] = []
-    for n in range(NT)[::-1]:
-        AT_n = AT[:, n]
-        x23_n = x23[:, n]
-        Gc_n = Gc[:, n]
-        W_n = W[:, n]
-        QL_n = QL[:, n]
-        do_n = do[:, n]
-        kept_dS_all.append(dS)
-        # x20 = AT @ dS
-        x20 = AT_n @ dS
-        # x24 = -x20 + x23
-        x24 = (-x20) + x23_n
-        # x86 = W^T @ x24
-        x86 = W_n.mT @ x24
-        # x88 = QL^T @ do
-        x88 = QL_n.mT @ do_n
-        # dS_prev = ((dS * Gc) + x86) + x88
-        dS_prev = ((dS * Gc_n[..., :, None]) + x86) + x88
-        x24_all.append(x24)
-        dS = dS_prev
-    end_dS = dS
-    x24 = _stack(x24_all[::-1], v, NT, C, dtype)
-    dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 126:
+        dS = dstate
+        x30_all: list[Tensor] = []
+        kept_dS_all: list[Tensor] = []
+        for chunk in range(NT)[::-1]:
+            AT_here = AT[:, chunk]
+            x29_here = x29[:, chunk]
+            Gc_here = Gc[:, chunk]
+            W_here = W[:, chunk]
+            QL_here = QL[:, chunk]
+            do_here = do[:, chunk]
+            kept_dS_all.append(dS)
+            # x26 = AT @ dS
+            x26 = AT_here @ dS
+            # x30 = -x26 + x29
+            x30 = (-x26) + x29_here
+            # x96 = W^T @ x30
+            x96 = W_here.mT @ x30
+            # x98 = QL^T @ do
+            x98 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x96) + x98
+            dS_prev = ((dS * Gc_here[..., :, None]) + x96) + x98
+            x30_all.append(x30)
+            dS = dS_prev
+        end_dS = dS
+        x30 = _stack(x30_all[::-1], v, NT, C, dtype)
+        dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 41:
         # x6 = do @ x5^T
         x6 = do @ x5.mT
@@ -1695,82 +1729,85 @@ def _backward_torch(
         # dKT = v @ dS^T
         dKT = v @ dS.mT
     if needs & 58:
-        # x25 = E^T @ x24
-        x25 = E.mT @ x24
+        # x31 = E^T @ x30
+        x31 = E.mT @ x30
     if needs & 50:
-        # dAbk = x25 @ v^T
-        dAbk = x25 @ v.mT
+        # dAbk = x31 @ v^T
+        dAbk = x31 @ v.mT
     if needs & 4:
-        # x31 = KT @ dS
-        x31 = KT @ dS
-        # x32 = U2^T @ x24
-        x32 = U2.mT @ x24
-        # dv = (x31 + x32) + x34
-        dv = (x31 + x32) + x34
+        # x39 = KT @ dS
+        x39 = KT @ dS
+        # x40 = U2^T @ x30
+        x40 = U2.mT @ x30
+        # dv = (x39 + x40) + x42
+        dv = (x39 + x40) + x42
     if needs & 40:
-        # x35 = x5 @ dS^T
-        x35 = x5 @ dS.mT
+        # x43 = x5 @ dS^T
+        x43 = x5 @ dS.mT
     if needs & 56:
-        # x38 = x25 @ x5^T
-        x38 = x25 @ x5.mT
+        # x46 = x31 @ x5^T
+        x46 = x31 @ x5.mT
     if needs & 48:
-        # dBL = x25 @ S^T
-        dBL = x25 @ S.mT
+        # dBL = x31 @ S^T
+        dBL = x31 @ S.mT
     if needs & 32:
-        # x77 = dS * S
-        x77 = dS * S
-        # dGc = sum_V(x77)
-        dGc = x77.sum(-1)
+        # x87 = dS * S
+        x87 = dS * S
+        # dGc = sum_V(x87)
+        dGc = x87.sum(-1)
     if needs & 41:
-        # x7 = mask(x6, strict=False)
-        x7 = torch.tril(x6, 0)
+        # x7 = mask(x6, strict=True)
+        x7 = torch.tril(x6, -1)
     if needs & 33:
-        # x8 = gram_dx(x7, a; g, to, strict=False)
-        x8 = _gram_dx(x7, a, g, False, False)
+        # x8 = gram_dx(x7, a; g, to, strict=True)
+        x8 = _gram_dx(x7, a, g, False)
         # x9 = -x8
         x9 = -x8
+    if needs & 9:
+        # x10 = diagonal(-x6)
+        x10 = (-x6).diagonal(dim1=-2, dim2=-1)
     if needs & 1:
-        # dq = ((x9 + x11) + (dQL * x14)) * scale
-        dq = ((x9 + x11) + (dQL * x14)) * scale
+        # dq = (((x9 + (x10 * a)) + x17) + (dQL * x20)) * scale
+        dq = (((x9 + (x10[..., :, None] * a)) + x17) + (dQL * x20)) * scale
     if needs & 50:
-        # x26 = mask(dAbk, strict=True)
-        x26 = torch.tril(dAbk, -1)
+        # x32 = mask(dAbk, strict=True)
+        x32 = torch.tril(dAbk, -1)
     if needs & 34:
-        # x27 = gram_dy(x26, d; g, before, strict=True)
-        x27 = _gram_dy(x26, d, g, True, True)
+        # x33 = gram_dy(x32, d; g, before, strict=True)
+        x33 = _gram_dy(x32, d, g, True)
     if needs & 2:
-        # dk = ((dKT * x18) + x27) + x30
-        dk = ((dKT * x18) + x27) + x30
+        # dk = ((dKT * x24) + x33) + x38
+        dk = ((dKT * x24) + x33) + x38
     if needs & 56:
-        # x39 = mask(x38, strict=True)
-        x39 = torch.tril(x38, -1)
+        # x47 = mask(x46, strict=True)
+        x47 = torch.tril(x46, -1)
     if needs & 40:
-        # x40 = gram_dy(x39, d; g, before, strict=True)
-        x40 = _gram_dy(x39, d, g, True, True)
-        # x43 = gram_dy(x7, x29; g, to, strict=False)
-        x43 = _gram_dy(x7, x29, g, False, False)
+        # x48 = gram_dy(x47, d; g, before, strict=True)
+        x48 = _gram_dy(x47, d, g, True)
+        # x51 = gram_dy(x7, x35; g, to, strict=True)
+        x51 = _gram_dy(x7, x35, g, False)
     if needs & 8:
-        # da = (-(x35 * x18) + -x40) + -x43
-        da = ((-(x35 * x18)) + (-x40)) + (-x43)
+        # da = (-(x43 * x24) + -x48) + (-x51 + (x10 * x35))
+        da = ((-(x43 * x24)) + (-x48)) + ((-x51) + (x10[..., :, None] * x35))
     if needs & 48:
-        # x46 = gram_dx(x26, k; g, before, strict=True)
-        x46 = _gram_dx(x26, k, g, True, True)
-        # x48 = gram_dx(x39, a; g, before, strict=True)
-        x48 = _gram_dx(x39, a, g, True, True)
-        # x49 = -x48
-        x49 = -x48
+        # x56 = gram_dx(x32, k; g, before, strict=True)
+        x56 = _gram_dx(x32, k, g, True)
+        # x58 = gram_dx(x47, a; g, before, strict=True)
+        x58 = _gram_dx(x47, a, g, True)
+        # x59 = -x58
+        x59 = -x58
     if needs & 16:
-        # dd = ((dBL * x3) + x46) + x49
-        dd = ((dBL * x3) + x46) + x49
+        # dd = ((dBL * x3) + x56) + x59
+        dd = ((dBL * x3) + x56) + x59
     if needs & 32:
-        # x62 = sum[from](((((x29 * (x11 + x9)) + (a * (x40 + x43))) + -(k * (x27 + x30))) + ((dQL * x29) * x14)))
-        x62 = _run(((((x29 * (x11 + x9)) + (a * (x40 + x43))) + (-(k * (x27 + x30)))) + ((dQL * x29) * x14)), 'from')
-        # x68 = sum[after](((d * (x46 + x49)) + ((dBL * d) * x3)))
-        x68 = _run(((d * (x46 + x49)) + ((dBL * d) * x3)), 'after')
-        # x75 = sum[before](((-(x35 * a) + (dKT * k)) * x18))
-        x75 = _run((((-(x35 * a)) + (dKT * k)) * x18), 'before')
-        # dg = ((x62 + x68) + x75) + (dGc * Gc)
-        dg = ((x62 + x68) + x75) + (dGc * Gc)[..., None, :]
+        # x72 = sum[from](((((x35 * (x14 + x9)) + (a * (x48 + x51))) + -(k * (x33 + x36))) + ((dQL * x35) * x20)))
+        x72 = _run(((((x35 * (x14 + x9)) + (a * (x48 + x51))) + (-(k * (x33 + x36)))) + ((dQL * x35) * x20)), 'from')
+        # x78 = sum[after](((d * (x56 + x59)) + ((dBL * d) * x3)))
+        x78 = _run(((d * (x56 + x59)) + ((dBL * d) * x3)), 'after')
+        # x85 = sum[before](((-(x43 * a) + (dKT * k)) * x24))
+        x85 = _run((((-(x43 * a)) + (dKT * k)) * x24), 'before')
+        # dg = ((x72 + x78) + x85) + (dGc * Gc)
+        dg = ((x72 + x78) + x85) + (dGc * Gc)[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 339b405f:
+# Gated DeltaNet, program 50e56e6d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -49,7 +49,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn"]
 
-_NAME = "gdn_339b405f"
+_NAME = "gdn_50e56e6d"
 
 
 def _jit(function: Any) -> Any:
@@ -219,64 +219,64 @@ def _forward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x2 = scale * q
     x2 = scale * q
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x3 = x2 @ k^T
     x3 = _dot(x2, tl.trans(k), DOT, PRECISION)
-    g = tl.load(g_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = pair(g, to, strict=False)
-    x = _pairs(g, c, False, False, GATE_PARTS)
+    x = _pairs(g, row, False, False, GATE_PARTS)
     # Aqa = x * x3
     Aqa = x * x3
-    _store_rows(Aqa_out + tile * C * C, Aqa, c, c, C, C, C, True)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     # x5 = k @ k^T
     x5 = _dot(k, tl.trans(k), DOT, PRECISION)
     # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, c, False, True, GATE_PARTS)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    x4 = _pairs(g, row, False, True, GATE_PARTS)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * (x4 * x5)))
-    E = _inverse((beta[:, None] * (x4 * x5)), c, LEVELS, SOLVE)
+    E = _inverse((beta[:, None] * (x4 * x5)), row, LEVELS, SOLVE)
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, c, c, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # x9 = sum[to](g)
-    x9 = _sums_of_numbers(_keep_to(c), g)
+    x9 = _sums_of_numbers(_keep_to(row), g)
     # x10 = exp(x9)
     x10 = tl.exp(x9)
     # W = E @ ((beta * k) * x10)
     W = _dot(E, ((beta[:, None] * k) * x10[:, None]), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
     # QL = x2 * x10
     QL = x2 * x10[:, None]
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     # x15 = sum[after](g)
-    x15 = _sums_of_numbers(_keep_after(c), g)
+    x15 = _sums_of_numbers(_keep_after(row), g)
     # AT = k * exp(x15)
     AT = k * tl.exp(x15)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
     # x18 = sum[all](g)
     x18 = tl.sum(g, 0)
     # Gc = exp(x18)
     Gc = tl.exp(x18)
     tl.store(Gc_out + tile, Gc)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # U = E @ (beta * v)
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -313,41 +313,41 @@ def _forward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x11 = W @ S
         x11 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x11
         Vnew = U + (-x11)
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x13 = Aqa @ Vnew
         x13 = _dot(Aqa, Vnew, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x14 = QL @ S
         x14 = _dot(QL, S, DOT, PRECISION)
         # o = x13 + x14
         o = x13 + x14
         if NEED & 1:
-            _store_rows(o_out + ((b * T + t0) * HV + hv) * V, o, c, vs, HV * V, T - t0, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x17 = AT^T @ Vnew
         x17 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
@@ -355,7 +355,7 @@ def _forward_scan(
         S_next = x17 + (S * Gc)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def _backward_prepare(
     U_out,
     W_out,
     AT_out,
-    x18_out,
+    x20_out,
     Gc_out,
     QL_out,
     scale,
@@ -398,53 +398,53 @@ def _backward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = tl.load(g_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = sum[to](g)
-    x = _sums_of_numbers(_keep_to(c), g)
+    x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # W = E @ ((beta * k) * x2)
     W = _dot(E, ((beta[:, None] * k) * x2[:, None]), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
-    # x13 = sum[after](g)
-    x13 = _sums_of_numbers(_keep_after(c), g)
-    # AT = k * exp(x13)
-    AT = k * tl.exp(x13)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    # x57 = sum[all](g)
-    x57 = tl.sum(g, 0)
-    # Gc = exp(x57)
-    Gc = tl.exp(x57)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    # x16 = sum[after](g)
+    x16 = _sums_of_numbers(_keep_after(row), g)
+    # AT = k * exp(x16)
+    AT = k * tl.exp(x16)[:, None]
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    # x61 = sum[all](g)
+    x61 = tl.sum(g, 0)
+    # Gc = exp(x61)
+    Gc = tl.exp(x61)
     tl.store(Gc_out + tile, Gc)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # QL = (scale * q) * x2
     QL = (scale * q) * x2[:, None]
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # U = E @ (beta * v)
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x18 = Aqa^T @ do
-        x18 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x18_out + tile * C * V, x18, c, vs, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x20 = Aqa^T @ do
+        x20 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x20_out + tile * C * V, x20, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -480,47 +480,47 @@ def _backward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, S, ks, vs, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x7 = W @ S
         x7 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x7
         Vnew = U + (-x7)
-        _store_rows(Vnew_out + tile * C * V, Vnew, c, vs, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x68 = AT^T @ Vnew
-        x68 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x72 = AT^T @ Vnew
+        x72 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x68 + (S * Gc)
-        S_next = x68 + (S * Gc)
+        # S_next = x72 + (S * Gc)
+        S_next = x72 + (S * Gc)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x18_ptr,
+    x20_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
@@ -552,45 +552,45 @@ def _backward_reverse(
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        dS = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = NT - 1 - i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, dS, ks, vs, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x17 = AT @ dS
-        x17 = _dot(AT, dS, DOT, PRECISION)
-        x18 = _load_rows(x18_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # dVnew = x17 + x18
-        dVnew = x17 + x18
-        _store_rows(dVnew_out + tile * C * V, dVnew, c, vs, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x71 = QL^T @ do
-        x71 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x73 = W^T @ dVnew
-        x73 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+    for step in range(NT):
+        chunk = NT - 1 - step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x19 = AT @ dS
+        x19 = _dot(AT, dS, DOT, PRECISION)
+        x20 = _load_rows(x20_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x19 + x20
+        dVnew = x19 + x20
+        _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x75 = QL^T @ do
+        x75 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x77 = W^T @ dVnew
+        x77 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x71) + -x73
-        dS_prev = ((dS * Gc) + x71) + (-x73)
+        # dS_prev = ((dS * Gc) + x75) + -x77
+        dS_prev = ((dS * Gc) + x75) + (-x77)
         dS = dS_prev
     if FINAL:
-        _store_rows(final_out + row * K * V, dS, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -606,11 +606,11 @@ def _backward_finish(
     dQL_out,
     dAqa_out,
     dAT_out,
-    x20_out,
-    x26_out,
+    x22_out,
+    x28_out,
     dv_out,
-    x56_out,
-    x65_out,
+    x60_out,
+    x69_out,
     scale,
     T,
     NT,
@@ -631,65 +631,65 @@ def _backward_finish(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    x20 = tl.zeros([C, C, ], tl.float32)
-    x26 = tl.zeros([C, BK, ], tl.float32)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    x56 = tl.zeros([BK, ], tl.float32)
-    x65 = tl.zeros([C, ], tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    x22 = tl.zeros([C, C, ], tl.float32)
+    x28 = tl.zeros([C, BK, ], tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    x60 = tl.zeros([BK, ], tl.float32)
+    x69 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        S = _load_rows(S_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        Vnew = _load_rows(Vnew_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ Vnew^T
         dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
-        dS = _load_rows(dS_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = Vnew @ dS^T
         dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
-        dVnew = _load_rows(dVnew_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x19 = E^T @ dVnew
-        x19 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x20 = x19 @ Vnew^T
-        x20 += _dot(x19, tl.trans(Vnew), DOT, PRECISION)
-        # x26 = x19 @ S^T
-        x26 += _dot(x19, tl.trans(S), DOT, PRECISION)
-        # dv = x19 * beta
-        dv = x19 * beta[:, None]
+        dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x21 = E^T @ dVnew
+        x21 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x22 = x21 @ Vnew^T
+        x22 += _dot(x21, tl.trans(Vnew), DOT, PRECISION)
+        # x28 = x21 @ S^T
+        x28 += _dot(x21, tl.trans(S), DOT, PRECISION)
+        # dv = x21 * beta
+        dv = x21 * beta[:, None]
         if NEED & 4:
-            _store_rows(dv_out + ((b * T + t0) * HV + hv) * V, dv, c, vs, HV * V, T - t0, V, V % BV == 0)
-        # x55 = dS * S
-        x55 = dS * S
-        # x56 = sum_V(x55)
-        x56 += tl.sum(x55, 1)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x64 = x19 * v
-        x64 = x19 * v
-        # x65 = sum_V(x64)
-        x65 += tl.sum(x64, 1)
-    _store_rows(dQL_out + tile * C * K, dQL, c, ks, K, C, K, K == BK)
-    _store_rows(dAqa_out + tile * C * C, dAqa, c, c, C, C, C, True)
-    _store_rows(dAT_out + tile * C * K, dAT, c, ks, K, C, K, K == BK)
-    _store_rows(x20_out + tile * C * C, x20, c, c, C, C, C, True)
-    _store_rows(x26_out + tile * C * K, x26, c, ks, K, C, K, K == BK)
-    tl.store(x56_out + tile * K + ks, x56, mask=ks < K)
-    tl.store(x65_out + tile * C + c, x65, mask=c < C)
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        # x59 = dS * S
+        x59 = dS * S
+        # x60 = sum_V(x59)
+        x60 += tl.sum(x59, 1)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x68 = x21 * v
+        x68 = x21 * v
+        # x69 = sum_V(x68)
+        x69 += tl.sum(x68, 1)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K == BK)
+    _store_rows(x22_out + tile * C * C, x22, row, row, C, C, C, True)
+    _store_rows(x28_out + tile * C * K, x28, row, col_k, K, C, K, K == BK)
+    tl.store(x60_out + tile * K + col_k, x60, mask=col_k < K)
+    tl.store(x69_out + tile * C + row, x69, mask=row < C)
 
 
 @_jit
@@ -699,13 +699,13 @@ def _backward_finish_1(
     dAqa_ptr,
     k_ptr,
     dAT_ptr,
-    x20_ptr,
+    x22_ptr,
     beta_ptr,
-    x26_ptr,
+    x28_ptr,
     q_ptr,
-    x56_ptr,
+    x60_ptr,
     Gc_ptr,
-    x65_ptr,
+    x69_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -730,92 +730,92 @@ def _backward_finish_1(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = tl.load(g_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = sum[to](g)
-    x = _sums_of_numbers(_keep_to(c), g)
+    x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, c, c, C, C, C, True)
-    # x9 = mask(dAqa, strict=False)
-    x9 = tl.where(_keep_to(c), dAqa, 0.0)
-    # x4 = pair(g, to, strict=False)
-    x4 = _pairs(g, c, False, False, GATE_PARTS)
+    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
+    # x9 = mask(dAqa, strict=True)
+    x9 = tl.where(_keep_before(row), dAqa, 0.0)
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs(g, row, False, True, GATE_PARTS)
     # x10 = x4 * x9
     x10 = x4 * x9
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x11 = x10 @ k
     x11 = _dot(x10, k, DOT, PRECISION)
-    dQL = _load_rows(dQL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dq = ((dQL * x2) + x11) * scale
-    dq = ((dQL * x2[:, None]) + x11) * scale
+    # x12 = diagonal(dAqa)
+    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
+    dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((b * T + t0) * HV + hv) * K, dq, c, ks, HV * K, T - t0, K, K == BK)
-    # x13 = sum[after](g)
-    x13 = _sums_of_numbers(_keep_after(c), g)
-    # x14 = exp(x13)
-    x14 = tl.exp(x13)
-    x20 = _load_rows(x20_ptr + tile * C * C, c, c, C, C, C, True)
-    # x21 = mask(x20, strict=True)
-    x21 = tl.where(_keep_before(c), x20, 0.0)
-    # x16 = pair(g, to, strict=True)
-    x16 = _pairs(g, c, False, True, GATE_PARTS)
-    # x22 = x16 * x21
-    x22 = x16 * x21
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
+    # x16 = sum[after](g)
+    x16 = _sums_of_numbers(_keep_after(row), g)
+    # x17 = exp(x16)
+    x17 = tl.exp(x16)
+    x22 = _load_rows(x22_ptr + tile * C * C, row, row, C, C, C, True)
+    # x23 = mask(x22, strict=True)
+    x23 = tl.where(_keep_before(row), x22, 0.0)
+    # x24 = x4 * x23
+    x24 = x4 * x23
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x6 = beta * k
     x6 = beta[:, None] * k
-    # x23 = x22^T @ x6
-    x23 = _dot(tl.trans(x22), x6, DOT, PRECISION)
-    # x29 = x22 @ k
-    x29 = _dot(x22, k, DOT, PRECISION)
-    x26 = _load_rows(x26_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # x31 = -(x26 * x2) + -x29
-    x31 = (-(x26 * x2[:, None])) + (-x29)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x34 = scale * q
-    x34 = scale * q
-    # x35 = x10^T @ x34
-    x35 = _dot(tl.trans(x10), x34, DOT, PRECISION)
-    dAT = _load_rows(dAT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dk = (((dAT * x14) + -x23) + (x31 * beta)) + x35
-    dk = (((dAT * x14[:, None]) + (-x23)) + (x31 * beta[:, None])) + x35
+    # x25 = x24^T @ x6
+    x25 = _dot(tl.trans(x24), x6, DOT, PRECISION)
+    # x31 = x24 @ k
+    x31 = _dot(x24, k, DOT, PRECISION)
+    x28 = _load_rows(x28_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # x33 = -(x28 * x2) + -x31
+    x33 = (-(x28 * x2[:, None])) + (-x31)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x36 = scale * q
+    x36 = scale * q
+    # x37 = x10^T @ x36
+    x37 = _dot(tl.trans(x10), x36, DOT, PRECISION)
+    dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dk = (((dAT * x17) + -x25) + (x33 * beta)) + (x37 + (x12 * x36))
+    dk = (((dAT * x17[:, None]) + (-x25)) + (x33 * beta[:, None])) + (x37 + (x12[:, None] * x36))
     if NEED & 2:
-        _store_rows(dk_out + ((b * T + t0) * HV + hv) * K, dk, c, ks, HV * K, T - t0, K, K == BK)
-    # x40 = sum_K(((dQL * x34) + -(x26 * x6)))
-    x40 = tl.sum(((dQL * x34) + (-(x26 * x6))), 1)
-    # x51 = sum_K((((x6 * x29) + -(k * (x23 + -x35))) + -(x34 * x11)))
-    x51 = tl.sum((((x6 * x29) + (-(k * (x23 + (-x35))))) + (-(x34 * x11))), 1)
-    # x54 = sum[from](((x40 * x2) + -x51))
-    x54 = _sums_of_numbers(_keep_from(c), ((x40 * x2) + (-x51)))
-    x56 = tl.load(x56_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    # dGc = sum_K(x56)
-    dGc = tl.sum(x56, 0)
-    # x61 = sum_K((dAT * k))
-    x61 = tl.sum((dAT * k), 1)
-    # x63 = sum[before]((x61 * x14))
-    x63 = _sums_of_numbers(_keep_before(c), (x61 * x14))
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
+    # x44 = sum_K(((dQL * x36) + -(x28 * x6)))
+    x44 = tl.sum(((dQL * x36) + (-(x28 * x6))), 1)
+    # x55 = sum_K((((x6 * x31) + -(k * (x25 + -x37))) + -(x36 * x11)))
+    x55 = tl.sum((((x6 * x31) + (-(k * (x25 + (-x37))))) + (-(x36 * x11))), 1)
+    # x58 = sum[from](((x44 * x2) + -x55))
+    x58 = _sums_of_numbers(_keep_from(row), ((x44 * x2) + (-x55)))
+    x60 = tl.load(x60_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # dGc = sum_K(x60)
+    dGc = tl.sum(x60, 0)
+    # x65 = sum_K((dAT * k))
+    x65 = tl.sum((dAT * k), 1)
+    # x67 = sum[before]((x65 * x17))
+    x67 = _sums_of_numbers(_keep_before(row), (x65 * x17))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x54 + (dGc * Gc)) + x63
-    dg = (x54 + (dGc * Gc)) + x63
+    # dg = (x58 + (dGc * Gc)) + x67
+    dg = (x58 + (dGc * Gc)) + x67
     if NEED & 8:
-        tl.store(dg_out + ((b * T + t0) * HV + hv) + c * HV, dg, mask=in_c)
-    # x67 = sum_K((x31 * k))
-    x67 = tl.sum((x31 * k), 1)
-    x65 = tl.load(x65_ptr + tile * C + c, mask=c < C, other=0.0)
-    # dbeta = x65 + x67
-    dbeta = x65 + x67
+        tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
+    # x71 = sum_K((x33 * k))
+    x71 = tl.sum((x33 * k), 1)
+    x69 = tl.load(x69_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x69 + x71
+    dbeta = x69 + x71
     if NEED & 16:
-        tl.store(dbeta_out + ((b * T + t0) * HV + hv) + c * HV, dbeta, mask=in_c)
+        tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -998,7 +998,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x18 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x20 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1015,7 +1015,7 @@ def _backward_triton(
                 U,
                 W,
                 AT,
-                x18,
+                x20,
                 Gc,
                 QL,
                 scale,
@@ -1061,7 +1061,7 @@ def _backward_triton(
                 _backward_reverse,
                 B * HV * -(-V // own["reverse"]["BV"]),
                 AT,
-                x18,
+                x20,
                 Gc,
                 QL,
                 do,
@@ -1086,10 +1086,10 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x20 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x26 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x56 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x65 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x22 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x28 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x60 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x69 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1104,11 +1104,11 @@ def _backward_triton(
                 dQL,
                 dAqa,
                 dAT,
-                x20,
-                x26,
+                x22,
+                x28,
                 dv,
-                x56,
-                x65,
+                x60,
+                x69,
                 scale,
                 T,
                 NT,
@@ -1128,13 +1128,13 @@ def _backward_triton(
                 dAqa,
                 k,
                 dAT,
-                x20,
+                x22,
                 beta,
-                x26,
+                x28,
                 q,
-                x56,
+                x60,
                 Gc,
-                x65,
+                x69,
                 dq,
                 dk,
                 dg,
@@ -1212,13 +1212,13 @@ def _run(x: Tensor, over: str) -> Tensor:
     return keep.to(x.dtype) @ x
 
 
-def _edge(x: Tensor, level: int) -> Tensor:
+def _edge_of(x: Tensor, level: int) -> Tensor:
     """Pairs that level joins: rows of the second half of a block of 2^(level+1), columns of its first half."""
     r, m = _index(x)
     return ((r >> level) == (m >> level) + 1) & (((r >> level) & 1) == 1)
 
 
-def _reach(g: Tensor, level: int, before: bool) -> Tensor:
+def _reach_of(g: Tensor, level: int, before: bool) -> Tensor:
     """Decay between a row and the edge between the halves of its block; no exponent is positive for g <= 0."""
     r, m = _index(g)
     second = ((r >> level) & 1) == 1
@@ -1235,27 +1235,29 @@ def _gram(x: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor
     """sum_K x_i y_j exp(sum of g over j+1..i, or ..i-1), lower triangle, by a tree of reference rows."""
     out = torch.zeros_like(x @ y.mT) if strict else torch.diag_embed((x * y).sum(-1))
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + torch.where(_edge(g, level), (x * left) @ (y * e).mT, 0)
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + torch.where(_edge_of(g, level), (x * left) @ (y * e).mT, 0)
     return out
 
 
-def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(y) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * y
+def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of x, for a strictly lower d."""
+    out = torch.zeros_like(y)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + left * (torch.where(_edge(g, level), d, 0) @ (y * e))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + left * (torch.where(_edge_of(g, level), d, 0) @ (y * e))
     return out
 
 
-def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(x) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * x
+def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of y, for a strictly lower d."""
+    out = torch.zeros_like(x)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + e * (torch.where(_edge(g, level), d, 0).mT @ (x * left))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + e * (torch.where(_edge_of(g, level), d, 0).mT @ (x * left))
     return out
 
 
@@ -1335,27 +1337,27 @@ def _forward_torch(
     U = E @ (beta[..., :, None] * v)
     S = state
     o_all: list[Tensor] = []
-    for n in range(NT):
-        W_n = W[:, n]
-        U_n = U[:, n]
-        Aqa_n = Aqa[:, n]
-        QL_n = QL[:, n]
-        AT_n = AT[:, n]
-        Gc_n = Gc[:, n]
+    for chunk in range(NT):
+        W_here = W[:, chunk]
+        U_here = U[:, chunk]
+        Aqa_here = Aqa[:, chunk]
+        QL_here = QL[:, chunk]
+        AT_here = AT[:, chunk]
+        Gc_here = Gc[:, chunk]
         # x11 = W @ S
-        x11 = W_n @ S
+        x11 = W_here @ S
         # Vnew = U + -x11
-        Vnew = U_n + (-x11)
+        Vnew = U_here + (-x11)
         # x13 = Aqa @ Vnew
-        x13 = Aqa_n @ Vnew
+        x13 = Aqa_here @ Vnew
         # x14 = QL @ S
-        x14 = QL_n @ S
+        x14 = QL_here @ S
         # o = x13 + x14
         o = x13 + x14
         # x17 = AT^T @ Vnew
-        x17 = AT_n.mT @ Vnew
+        x17 = AT_here.mT @ Vnew
         # S_next = x17 + (S * Gc)
-        S_next = x17 + (S * Gc_n[..., None, None])
+        S_next = x17 + (S * Gc_here[..., None, None])
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1399,76 +1401,77 @@ def _backward_torch(
     x2 = torch.exp(x)
     # W = E @ (x6 * x2)
     W = E @ (x6 * x2[..., :, None])
-    # x13 = sum[after](g)
-    x13 = _run(g[..., None], 'after')[..., 0]
-    # x14 = exp(x13)
-    x14 = torch.exp(x13)
-    # AT = k * x14
-    AT = k * x14[..., :, None]
-    # x57 = sum[all](g)
-    x57 = g.sum(-1)
-    # Gc = exp(x57)
-    Gc = torch.exp(x57)
+    # x16 = sum[after](g)
+    x16 = _run(g[..., None], 'after')[..., 0]
+    # x17 = exp(x16)
+    x17 = torch.exp(x16)
+    # AT = k * x17
+    AT = k * x17[..., :, None]
+    # x61 = sum[all](g)
+    x61 = g.sum(-1)
+    # Gc = exp(x61)
+    Gc = torch.exp(x61)
     if needs & 62:
-        # x34 = scale * q
-        x34 = scale * q
-        # QL = x34 * x2
-        QL = x34 * x2[..., :, None]
+        # x36 = scale * q
+        x36 = scale * q
+        # QL = x36 * x2
+        QL = x36 * x2[..., :, None]
     if needs & 27:
         # U = E @ (beta * v)
         U = E @ (beta[..., :, None] * v)
     if needs & 62:
-        # x18 = Aqa^T @ do
-        x18 = Aqa.mT @ do
-    if needs & 31:
+        # x20 = Aqa^T @ do
+        x20 = Aqa.mT @ do
+    if needs & 27:
         S = state
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
-        for n in range(NT):
-            W_n = W[:, n]
-            U_n = U[:, n]
-            AT_n = AT[:, n]
-            Gc_n = Gc[:, n]
+        for chunk in range(NT):
+            W_here = W[:, chunk]
+            U_here = U[:, chunk]
+            AT_here = AT[:, chunk]
+            Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
             # x7 = W @ S
-            x7 = W_n @ S
+            x7 = W_here @ S
             # Vnew = U + -x7
-            Vnew = U_n + (-x7)
-            # x68 = AT^T @ Vnew
-            x68 = AT_n.mT @ Vnew
-            # S_next = x68 + (S * Gc)
-            S_next = x68 + (S * Gc_n[..., None, None])
+            Vnew = U_here + (-x7)
+            # x72 = AT^T @ Vnew
+            x72 = AT_here.mT @ Vnew
+            # S_next = x72 + (S * Gc)
+            S_next = x72 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
         Vnew = _stack(Vnew_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
-    dS = dstate
-    dVnew_all: list[Tensor] = []
-    kept_dS_all: list[Tensor] = []
-    for n in range(NT)[::-1]:
-        AT_n = AT[:, n]
-        x18_n = x18[:, n]
-        Gc_n = Gc[:, n]
-        QL_n = QL[:, n]
-        do_n = do[:, n]
-        W_n = W[:, n]
-        kept_dS_all.append(dS)
-        # x17 = AT @ dS
-        x17 = AT_n @ dS
-        # dVnew = x17 + x18
-        dVnew = x17 + x18_n
-        # x71 = QL^T @ do
-        x71 = QL_n.mT @ do_n
-        # x73 = W^T @ dVnew
-        x73 = W_n.mT @ dVnew
-        # dS_prev = ((dS * Gc) + x71) + -x73
-        dS_prev = ((dS * Gc_n[..., None, None]) + x71) + (-x73)
-        dVnew_all.append(dVnew)
-        dS = dS_prev
-    end_dS = dS
-    dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
-    dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 62:
+        dS = dstate
+        dVnew_all: list[Tensor] = []
+        kept_dS_all: list[Tensor] = []
+        for chunk in range(NT)[::-1]:
+            AT_here = AT[:, chunk]
+            x20_here = x20[:, chunk]
+            Gc_here = Gc[:, chunk]
+            QL_here = QL[:, chunk]
+            do_here = do[:, chunk]
+            W_here = W[:, chunk]
+            kept_dS_all.append(dS)
+            # x19 = AT @ dS
+            x19 = AT_here @ dS
+            # dVnew = x19 + x20
+            dVnew = x19 + x20_here
+            # x75 = QL^T @ do
+            x75 = QL_here.mT @ do_here
+            # x77 = W^T @ dVnew
+            x77 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x75) + -x77
+            dS_prev = ((dS * Gc_here[..., None, None]) + x75) + (-x77)
+            dVnew_all.append(dVnew)
+            dS = dS_prev
+        end_dS = dS
+        dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
+        dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1479,81 +1482,84 @@ def _backward_torch(
         # dAT = Vnew @ dS^T
         dAT = Vnew @ dS.mT
     if needs & 30:
-        # x19 = E^T @ dVnew
-        x19 = E.mT @ dVnew
+        # x21 = E^T @ dVnew
+        x21 = E.mT @ dVnew
     if needs & 26:
-        # x20 = x19 @ Vnew^T
-        x20 = x19 @ Vnew.mT
-        # x26 = x19 @ S^T
-        x26 = x19 @ S.mT
+        # x22 = x21 @ Vnew^T
+        x22 = x21 @ Vnew.mT
+        # x28 = x21 @ S^T
+        x28 = x21 @ S.mT
     if needs & 4:
-        # dv = x19 * beta
-        dv = x19 * beta[..., :, None]
+        # dv = x21 * beta
+        dv = x21 * beta[..., :, None]
     if needs & 8:
-        # x55 = dS * S
-        x55 = dS * S
-        # x56 = sum_V(x55)
-        x56 = x55.sum(-1)
+        # x59 = dS * S
+        x59 = dS * S
+        # x60 = sum_V(x59)
+        x60 = x59.sum(-1)
     if needs & 16:
-        # x64 = x19 * v
-        x64 = x19 * v
-        # x65 = sum_V(x64)
-        x65 = x64.sum(-1)
+        # x68 = x21 * v
+        x68 = x21 * v
+        # x69 = sum_V(x68)
+        x69 = x68.sum(-1)
     if needs & 11:
-        # x9 = mask(dAqa, strict=False)
-        x9 = torch.tril(dAqa, 0)
-        # x4 = pair(g, to, strict=False)
-        x4 = _pairs_of(g, False, False)
+        # x9 = mask(dAqa, strict=True)
+        x9 = torch.tril(dAqa, -1)
+    if needs & 27:
+        # x4 = pair(g, to, strict=True)
+        x4 = _pairs_of(g, False, True)
+    if needs & 11:
         # x10 = x4 * x9
         x10 = x4 * x9
     if needs & 9:
         # x11 = x10 @ k
         x11 = x10 @ k
+    if needs & 3:
+        # x12 = diagonal(dAqa)
+        x12 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 1:
-        # dq = ((dQL * x2) + x11) * scale
-        dq = ((dQL * x2[..., :, None]) + x11) * scale
+        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
+        dq = ((dQL * x2[..., :, None]) + (x11 + (x12[..., :, None] * k))) * scale
     if needs & 26:
-        # x21 = mask(x20, strict=True)
-        x21 = torch.tril(x20, -1)
-        # x16 = pair(g, to, strict=True)
-        x16 = _pairs_of(g, False, True)
-        # x22 = x16 * x21
-        x22 = x16 * x21
+        # x23 = mask(x22, strict=True)
+        x23 = torch.tril(x22, -1)
+        # x24 = x4 * x23
+        x24 = x4 * x23
     if needs & 10:
-        # x23 = x22^T @ x6
-        x23 = x22.mT @ x6
+        # x25 = x24^T @ x6
+        x25 = x24.mT @ x6
     if needs & 26:
-        # x29 = x22 @ k
-        x29 = x22 @ k
+        # x31 = x24 @ k
+        x31 = x24 @ k
     if needs & 18:
-        # x31 = -(x26 * x2) + -x29
-        x31 = (-(x26 * x2[..., :, None])) + (-x29)
+        # x33 = -(x28 * x2) + -x31
+        x33 = (-(x28 * x2[..., :, None])) + (-x31)
     if needs & 10:
-        # x35 = x10^T @ x34
-        x35 = x10.mT @ x34
+        # x37 = x10^T @ x36
+        x37 = x10.mT @ x36
     if needs & 2:
-        # dk = (((dAT * x14) + -x23) + (x31 * beta)) + x35
-        dk = (((dAT * x14[..., :, None]) + (-x23)) + (x31 * beta[..., :, None])) + x35
+        # dk = (((dAT * x17) + -x25) + (x33 * beta)) + (x37 + (x12 * x36))
+        dk = (((dAT * x17[..., :, None]) + (-x25)) + (x33 * beta[..., :, None])) + (x37 + (x12[..., :, None] * x36))
     if needs & 8:
-        # x40 = sum_K(((dQL * x34) + -(x26 * x6)))
-        x40 = ((dQL * x34) + (-(x26 * x6))).sum(-1)
-        # x51 = sum_K((((x6 * x29) + -(k * (x23 + -x35))) + -(x34 * x11)))
-        x51 = (((x6 * x29) + (-(k * (x23 + (-x35))))) + (-(x34 * x11))).sum(-1)
-        # x54 = sum[from](((x40 * x2) + -x51))
-        x54 = _run(((x40 * x2) + (-x51))[..., None], 'from')[..., 0]
-        # dGc = sum_K(x56)
-        dGc = x56.sum(-1)
-        # x61 = sum_K((dAT * k))
-        x61 = (dAT * k).sum(-1)
-        # x63 = sum[before]((x61 * x14))
-        x63 = _run((x61 * x14)[..., None], 'before')[..., 0]
-        # dg = (x54 + (dGc * Gc)) + x63
-        dg = (x54 + (dGc * Gc)[..., None]) + x63
+        # x44 = sum_K(((dQL * x36) + -(x28 * x6)))
+        x44 = ((dQL * x36) + (-(x28 * x6))).sum(-1)
+        # x55 = sum_K((((x6 * x31) + -(k * (x25 + -x37))) + -(x36 * x11)))
+        x55 = (((x6 * x31) + (-(k * (x25 + (-x37))))) + (-(x36 * x11))).sum(-1)
+        # x58 = sum[from](((x44 * x2) + -x55))
+        x58 = _run(((x44 * x2) + (-x55))[..., None], 'from')[..., 0]
+        # dGc = sum_K(x60)
+        dGc = x60.sum(-1)
+        # x65 = sum_K((dAT * k))
+        x65 = (dAT * k).sum(-1)
+        # x67 = sum[before]((x65 * x17))
+        x67 = _run((x65 * x17)[..., None], 'before')[..., 0]
+        # dg = (x58 + (dGc * Gc)) + x67
+        dg = (x58 + (dGc * Gc)[..., None]) + x67
     if needs & 16:
-        # x67 = sum_K((x31 * k))
-        x67 = (x31 * k).sum(-1)
-        # dbeta = x65 + x67
-        dbeta = x65 + x67
+        # x71 = sum_K((x33 * k))
+        x71 = (x33 * k).sum(-1)
+        # dbeta = x69 + x71
+        dbeta = x69 + x71
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

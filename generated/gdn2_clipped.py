@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 9022d9af:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 853105df:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_9022d9af"
+_NAME = "gdn2_clipped_853105df"
 
 
 def _jit(function: Any) -> Any:
@@ -227,28 +227,28 @@ def _forward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x = scale * q
     x = scale * q
-    eta = tl.load(eta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x2 = eta * k
     x2 = eta[:, None] * k
     # x4 = sum_K((x2 * x2))
     x4 = tl.sum((x2 * x2), 1)
     # x5 = sqrt(x4)
     x5 = tl.sqrt(x4)
-    j = _load_rows(j_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x7 = sum_K((j * j))
     x7 = tl.sum((j * j), 1)
     # x8 = sqrt(x7)
@@ -263,78 +263,78 @@ def _forward_prepare(
     x18 = tl.sum((x16 * x16), 1)
     # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2 * x9) * x18))))))
     x25 = -tl.log((0.5 * (x9 + tl.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x26 = min(g, x25)
     x26 = tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None])
     # x27 = sum[to](x26)
-    x27 = _sums(_keep_to(c), x26, SUM_PARTS)
+    x27 = _sums(_keep_to(row), x26, SUM_PARTS)
     # x28 = exp(x27)
     x28 = tl.exp(x27)
     # QL = x * x28
     QL = x * x28
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     # x40 = sum[all](x26)
     x40 = tl.sum(x26, 0)
     # Gc = exp(x40)
     Gc = tl.exp(x40)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     # x42 = sum[after](x26)
-    x42 = _sums(_keep_after(c), x26, SUM_PARTS)
+    x42 = _sums(_keep_after(row), x26, SUM_PARTS)
     # x43 = exp(x42)
     x43 = tl.exp(x42)
     # KT = k * x43
     KT = k * x43
-    _store_rows(KT_out + tile * C * K, KT, c, ks, K, C, K, K == BK)
+    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
     # AT = j * x43
     AT = j * x43
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
     # Aqk = gram(x, k; x26, to, strict=False)
     # Aqa = gram(x, j; x26, to, strict=False)
     # x33 = gram(k, j; x26, to, strict=True)
     # x34 = gram(k, k; x26, to, strict=True)
-    Aqk = tl.where(c[:, None] == c[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    Aqa = tl.where(c[:, None] == c[None, :], tl.sum(x * j, 1)[:, None], 0.0)
+    Aqk = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * j, 1)[:, None], 0.0)
     x33 = tl.zeros([C, C], tl.float32)
     x34 = tl.zeros([C, C], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), x26, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (x * e).to(DOT)
-        decayed_1 = (k * e).to(DOT)
-        decayed_2 = (j * e).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), x26, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (x * decay).to(DOT)
+        decayed_1 = (k * decay).to(DOT)
+        decayed_2 = (j * decay).to(DOT)
         Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
         Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         x33 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         x34 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_1), DOT, PRECISION), 0.0)
     if SAVE:
-        _store_rows(Aqk_out + tile * C * C, Aqk, c, c, C, C, C, True)
-    _store_rows(Aqa_out + tile * C * C, Aqa, c, c, C, C, C, True)
+        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     # E = inverse((eta * x33))
-    E = _inverse((eta[:, None] * x33), c, LEVELS, SOLVE)
+    E = _inverse((eta[:, None] * x33), row, LEVELS, SOLVE)
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, c, c, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # Abk = eta * x34
     Abk = eta[:, None] * x34
     if SAVE:
-        _store_rows(Abk_out + tile * C * C, Abk, c, c, C, C, C, True)
+        _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
     # W = E @ (x2 * x28)
     W = _dot(E, (x2 * x28), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x30 = eta * v
         x30 = eta[:, None] * v
-        _store_rows(x30_out + tile * C * V, x30, c, vs, V, C, V, V % BV == 0)
+        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
         # x31 = Aqk @ x30
         x31 = _dot(Aqk, x30, DOT, PRECISION)
-        _store_rows(x31_out + tile * C * V, x31, c, vs, V, C, V, V % BV == 0)
+        _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
         # x35 = Abk @ x30
         x35 = _dot(Abk, x30, DOT, PRECISION)
         # U = E @ x35
         U = _dot(E, x35, DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -374,54 +374,54 @@ def _forward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x29 = QL @ S
         x29 = _dot(QL, S, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x36 = W @ S
         x36 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x37 = U + x36
         x37 = U + x36
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x38 = Aqa @ x37
         x38 = _dot(Aqa, x37, DOT, PRECISION)
-        x31 = _load_rows(x31_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x29 + x31) + -x38
         o = (x29 + x31) + (-x38)
         if NEED & 1:
-            _store_rows(o_out + ((b * T + t0) * HV + hv) * V, o, c, vs, HV * V, T - t0, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        x30 = _load_rows(x30_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x44 = KT^T @ x30
         x44 = _dot(tl.trans(KT), x30, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x46 = AT^T @ x37
         x46 = _dot(tl.trans(AT), x37, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x44) + -x46
         S_next = ((S * Gc[:, None]) + x44) + (-x46)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -444,14 +444,16 @@ def _backward_prepare(
     x_out,
     U_out,
     W_out,
-    x37_out,
+    x40_out,
+    x43_out,
     AT_out,
-    x47_out,
-    x54_out,
+    x53_out,
+    x60_out,
+    x62_out,
     Gc_out,
     KT_out,
     U2_out,
-    x157_out,
+    x167_out,
     QL_out,
     scale,
     T,
@@ -473,25 +475,25 @@ def _backward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    eta = tl.load(eta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x3 = eta * k
     x3 = eta[:, None] * k
     # x5 = sum_K((x3 * x3))
     x5 = tl.sum((x3 * x3), 1)
     # x6 = sqrt(x5)
     x6 = tl.sqrt(x5)
-    j = _load_rows(j_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x8 = sum_K((j * j))
     x8 = tl.sum((j * j), 1)
     # x9 = sqrt(x8)
@@ -506,84 +508,92 @@ def _backward_prepare(
     x19 = tl.sum((x17 * x17), 1)
     # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2 * x10) * x19))))))
     x26 = -tl.log((0.5 * (x10 + tl.sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x27 = min(g, x26)
     x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
     # x28 = sum[to](x27)
-    x28 = _sums(_keep_to(c), x27, SUM_PARTS)
+    x28 = _sums(_keep_to(row), x27, SUM_PARTS)
     # x29 = exp(x28)
     x29 = tl.exp(x28)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     # W = E @ (x3 * x29)
     W = _dot(E, (x3 * x29), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
-    # x41 = sum[after](x27)
-    x41 = _sums(_keep_after(c), x27, SUM_PARTS)
-    # x42 = exp(x41)
-    x42 = tl.exp(x41)
-    # AT = j * x42
-    AT = j * x42
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x53 = scale * q
-    x53 = scale * q
-    # x90 = sum[all](x27)
-    x90 = tl.sum(x27, 0)
-    # Gc = exp(x90)
-    Gc = tl.exp(x90)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
-    # KT = k * x42
-    KT = k * x42
-    _store_rows(KT_out + tile * C * K, KT, c, ks, K, C, K, K == BK)
-    Abk = _load_rows(Abk_ptr + tile * C * C, c, c, C, C, C, True)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    # x47 = sum[after](x27)
+    x47 = _sums(_keep_after(row), x27, SUM_PARTS)
+    # x48 = exp(x47)
+    x48 = tl.exp(x47)
+    # AT = j * x48
+    AT = j * x48
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x59 = scale * q
+    x59 = scale * q
+    # x98 = sum[all](x27)
+    x98 = tl.sum(x27, 0)
+    # Gc = exp(x98)
+    Gc = tl.exp(x98)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+    # KT = k * x48
+    KT = k * x48
+    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
+    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ Abk
     U2 = _dot(E, Abk, DOT, PRECISION)
-    _store_rows(U2_out + tile * C * C, U2, c, c, C, C, C, True)
-    # QL = x53 * x29
-    QL = x53 * x29
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
+    # QL = x59 * x29
+    QL = x59 * x29
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     dAqk = tl.zeros([C, C, ], tl.float32)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
-    Aqk = _load_rows(Aqk_ptr + tile * C * C, c, c, C, C, C, True)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x = eta * v
         x = eta[:, None] * v
-        _store_rows(x_out + tile * C * V, x, c, vs, V, C, V, V % BV == 0)
+        _store_rows(x_out + tile * C * V, x, row, col_v, V, C, V, V % BV == 0)
         # x2 = Abk @ x
         x2 = _dot(Abk, x, DOT, PRECISION)
         # U = E @ x2
         U = _dot(E, x2, DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ x^T
         dAqk += _dot(do, tl.trans(x), DOT, PRECISION)
-        # x46 = Aqa^T @ do
-        x46 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x47 = -x46
-        x47 = -x46
-        _store_rows(x47_out + tile * C * V, x47, c, vs, V, C, V, V % BV == 0)
-        # x157 = Aqk^T @ do
-        x157 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x157_out + tile * C * V, x157, c, vs, V, C, V, V % BV == 0)
-    # x36 = mask(dAqk, strict=False)
-    x36 = tl.where(_keep_to(c), dAqk, 0.0)
-    # x37 = gram_dx(x36, k; x27, to, strict=False)
-    # x54 = gram_dy(x36, x53; x27, to, strict=False)
-    x37 = tl.sum(tl.where(c[:, None] == c[None, :], x36, 0.0), 1)[:, None] * k
-    x54 = tl.sum(tl.where(c[:, None] == c[None, :], x36, 0.0), 1)[:, None] * x53
+        # x52 = Aqa^T @ do
+        x52 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x53 = -x52
+        x53 = -x52
+        _store_rows(x53_out + tile * C * V, x53, row, col_v, V, C, V, V % BV == 0)
+        # x167 = Aqk^T @ do
+        x167 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x167_out + tile * C * V, x167, row, col_v, V, C, V, V % BV == 0)
+    # x39 = mask(dAqk, strict=True)
+    x39 = tl.where(_keep_before(row), dAqk, 0.0)
+    # x41 = diagonal(dAqk)
+    x41 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x40 = gram_dx(x39, k; x27, to, strict=True)
+    # x60 = gram_dy(x39, x59; x27, to, strict=True)
+    x40 = tl.zeros([C, BK], tl.float32)
+    x60 = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), x27, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (k * e).to(DOT)
-        decayed_1 = (x53 * e).to(DOT)
-        d_0 = tl.where(edge, x36, 0.0).to(DOT)
-        x37 += e * _dot(d_0, decayed_0, DOT, PRECISION)
-        x54 += e * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-    _store_rows(x37_out + tile * C * K, x37, c, ks, K, C, K, K == BK)
-    _store_rows(x54_out + tile * C * K, x54, c, ks, K, C, K, K == BK)
+        decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (k * decay).to(DOT)
+        decayed_1 = (x59 * decay).to(DOT)
+        d_0 = tl.where(edge, x39, 0.0).to(DOT)
+        x40 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x60 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+    _store_rows(x40_out + tile * C * K, x40, row, col_k, K, C, K, K == BK)
+    _store_rows(x60_out + tile * C * K, x60, row, col_k, K, C, K, K == BK)
+    # x43 = x40 + (x41 * k)
+    x43 = x40 + (x41[:, None] * k)
+    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K == BK)
+    # x62 = x60 + (x41 * x59)
+    x62 = x60 + (x41[:, None] * x59)
+    _store_rows(x62_out + tile * C * K, x62, row, col_k, K, C, K, K == BK)
 
 
 @_jit
@@ -621,56 +631,56 @@ def _backward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, S, ks, vs, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x30 = W @ S
         x30 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x31 = U + x30
         x31 = U + x30
-        _store_rows(x31_out + tile * C * V, x31, c, vs, V, C, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        x = _load_rows(x_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x164 = KT^T @ x
-        x164 = _dot(tl.trans(KT), x, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x166 = AT^T @ x31
-        x166 = _dot(tl.trans(AT), x31, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # S_next = ((S * Gc) + x164) + -x166
-        S_next = ((S * Gc[:, None]) + x164) + (-x166)
+        _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x174 = KT^T @ x
+        x174 = _dot(tl.trans(KT), x, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x176 = AT^T @ x31
+        x176 = _dot(tl.trans(AT), x31, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # S_next = ((S * Gc) + x174) + -x176
+        S_next = ((S * Gc[:, None]) + x174) + (-x176)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x47_ptr,
+    x53_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x48_out,
+    x54_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -697,45 +707,45 @@ def _backward_reverse(
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        dS = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = NT - 1 - i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, dS, ks, vs, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x44 = AT @ dS
-        x44 = _dot(AT, dS, DOT, PRECISION)
-        x47 = _load_rows(x47_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x48 = -x44 + x47
-        x48 = (-x44) + x47
-        _store_rows(x48_out + tile * C * V, x48, c, vs, V, C, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x169 = W^T @ x48
-        x169 = _dot(tl.trans(W), x48, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x171 = QL^T @ do
-        x171 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x169) + x171
-        dS_prev = ((dS * Gc[:, None]) + x169) + x171
+    for step in range(NT):
+        chunk = NT - 1 - step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x50 = AT @ dS
+        x50 = _dot(AT, dS, DOT, PRECISION)
+        x53 = _load_rows(x53_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x54 = -x50 + x53
+        x54 = (-x50) + x53
+        _store_rows(x54_out + tile * C * V, x54, row, col_v, V, C, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x179 = W^T @ x54
+        x179 = _dot(tl.trans(W), x54, DOT, PRECISION)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x181 = QL^T @ do
+        x181 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dS_prev = ((dS * Gc) + x179) + x181
+        dS_prev = ((dS * Gc[:, None]) + x179) + x181
         dS = dS_prev
     if FINAL:
-        _store_rows(final_out + row * K * V, dS, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -747,20 +757,20 @@ def _backward_finish(
     v_ptr,
     dS_ptr,
     E_ptr,
-    x48_ptr,
+    x54_ptr,
     KT_ptr,
     U2_ptr,
-    x157_ptr,
+    x167_ptr,
     x32_out,
     dQL_out,
     dKT_out,
     dAbk_out,
-    x58_out,
+    x66_out,
     dBL_out,
-    x81_out,
+    x89_out,
     dGc_out,
     dv_out,
-    x160_out,
+    x170_out,
     scale,
     T,
     NT,
@@ -781,84 +791,84 @@ def _backward_finish(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
     x32 = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
-    eta = tl.load(eta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     dAbk = tl.zeros([C, C, ], tl.float32)
-    x58 = tl.zeros([C, C, ], tl.float32)
+    x66 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
-    x81 = tl.zeros([C, BK, ], tl.float32)
+    x89 = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
-    KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    U2 = _load_rows(U2_ptr + tile * C * C, c, c, C, C, C, True)
-    x160 = tl.zeros([C, ], tl.float32)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
+    x170 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        x31 = _load_rows(x31_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x32 = do @ x31^T
         x32 += _dot(do, tl.trans(x31), DOT, PRECISION)
-        S = _load_rows(S_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x = eta * v
         x = eta[:, None] * v
-        dS = _load_rows(dS_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = x @ dS^T
         dKT += _dot(x, tl.trans(dS), DOT, PRECISION)
-        x48 = _load_rows(x48_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x49 = E^T @ x48
-        x49 = _dot(tl.trans(E), x48, DOT, PRECISION)
-        # dAbk = x49 @ x^T
-        dAbk += _dot(x49, tl.trans(x), DOT, PRECISION)
-        # x58 = x49 @ x31^T
-        x58 += _dot(x49, tl.trans(x31), DOT, PRECISION)
-        # dBL = x49 @ S^T
-        dBL += _dot(x49, tl.trans(S), DOT, PRECISION)
-        # x81 = x31 @ dS^T
-        x81 += _dot(x31, tl.trans(dS), DOT, PRECISION)
-        # x89 = dS * S
-        x89 = dS * S
-        # dGc = sum_V(x89)
-        dGc += tl.sum(x89, 1)
-        # x154 = KT @ dS
-        x154 = _dot(KT, dS, DOT, PRECISION)
-        # x155 = U2^T @ x48
-        x155 = _dot(tl.trans(U2), x48, DOT, PRECISION)
-        x157 = _load_rows(x157_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x158 = (x154 + x155) + x157
-        x158 = (x154 + x155) + x157
-        # dv = x158 * eta
-        dv = x158 * eta[:, None]
+        x54 = _load_rows(x54_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x55 = E^T @ x54
+        x55 = _dot(tl.trans(E), x54, DOT, PRECISION)
+        # dAbk = x55 @ x^T
+        dAbk += _dot(x55, tl.trans(x), DOT, PRECISION)
+        # x66 = x55 @ x31^T
+        x66 += _dot(x55, tl.trans(x31), DOT, PRECISION)
+        # dBL = x55 @ S^T
+        dBL += _dot(x55, tl.trans(S), DOT, PRECISION)
+        # x89 = x31 @ dS^T
+        x89 += _dot(x31, tl.trans(dS), DOT, PRECISION)
+        # x97 = dS * S
+        x97 = dS * S
+        # dGc = sum_V(x97)
+        dGc += tl.sum(x97, 1)
+        # x164 = KT @ dS
+        x164 = _dot(KT, dS, DOT, PRECISION)
+        # x165 = U2^T @ x54
+        x165 = _dot(tl.trans(U2), x54, DOT, PRECISION)
+        x167 = _load_rows(x167_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x168 = (x164 + x165) + x167
+        x168 = (x164 + x165) + x167
+        # dv = x168 * eta
+        dv = x168 * eta[:, None]
         if NEED & 8:
-            _store_rows(dv_out + ((b * T + t0) * HV + hv) * V, dv, c, vs, HV * V, T - t0, V, V % BV == 0)
-        # x159 = x158 * v
-        x159 = x158 * v
-        # x160 = sum_V(x159)
-        x160 += tl.sum(x159, 1)
-    _store_rows(x32_out + tile * C * C, x32, c, c, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, c, ks, K, C, K, K == BK)
-    _store_rows(dKT_out + tile * C * K, dKT, c, ks, K, C, K, K == BK)
-    _store_rows(dAbk_out + tile * C * C, dAbk, c, c, C, C, C, True)
-    _store_rows(x58_out + tile * C * C, x58, c, c, C, C, C, True)
-    _store_rows(dBL_out + tile * C * K, dBL, c, ks, K, C, K, K == BK)
-    _store_rows(x81_out + tile * C * K, x81, c, ks, K, C, K, K == BK)
-    tl.store(dGc_out + tile * K + ks, dGc, mask=ks < K)
-    tl.store(x160_out + tile * C + c, x160, mask=c < C)
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        # x169 = x168 * v
+        x169 = x168 * v
+        # x170 = sum_V(x169)
+        x170 += tl.sum(x169, 1)
+    _store_rows(x32_out + tile * C * C, x32, row, row, C, C, C, True)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K == BK)
+    _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
+    _store_rows(x66_out + tile * C * C, x66, row, row, C, C, C, True)
+    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K == BK)
+    _store_rows(x89_out + tile * C * K, x89, row, col_k, K, C, K, K == BK)
+    tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
+    tl.store(x170_out + tile * C + row, x170, mask=row < C)
 
 
 @_jit
@@ -868,18 +878,20 @@ def _backward_finish_1(
     g_ptr,
     eta_ptr,
     k_ptr,
-    x37_ptr,
+    x43_ptr,
     dQL_ptr,
     dKT_ptr,
     dAbk_ptr,
-    x54_ptr,
+    x62_ptr,
+    x40_ptr,
     q_ptr,
-    x58_ptr,
+    x66_ptr,
+    x60_ptr,
     dBL_ptr,
-    x81_ptr,
+    x89_ptr,
     dGc_ptr,
     Gc_ptr,
-    x160_ptr,
+    x170_ptr,
     dq_out,
     dk_out,
     dj_out,
@@ -905,28 +917,28 @@ def _backward_finish_1(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    x32 = _load_rows(x32_ptr + tile * C * C, c, c, C, C, C, True)
-    # x33 = mask(x32, strict=False)
-    x33 = tl.where(_keep_to(c), x32, 0.0)
-    eta = tl.load(eta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    x32 = _load_rows(x32_ptr + tile * C * C, row, row, C, C, C, True)
+    # x33 = mask(x32, strict=True)
+    x33 = tl.where(_keep_before(row), x32, 0.0)
+    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x3 = eta * k
     x3 = eta[:, None] * k
     # x5 = sum_K((x3 * x3))
     x5 = tl.sum((x3 * x3), 1)
     # x6 = sqrt(x5)
     x6 = tl.sqrt(x5)
-    j = _load_rows(j_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x8 = sum_K((j * j))
     x8 = tl.sum((j * j), 1)
     # x9 = sqrt(x8)
@@ -951,113 +963,117 @@ def _backward_finish_1(
     x24 = 0.5 * (x10 + x22)
     # x26 = -log(x24)
     x26 = -tl.log(x24)
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x27 = min(g, x26)
     x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
+    # x36 = diagonal(-x32)
+    x36 = tl.sum(tl.where(row[:, None] == row[None, :], (-x32), 0.0), 1)
     # x28 = sum[to](x27)
-    x28 = _sums(_keep_to(c), x27, SUM_PARTS)
+    x28 = _sums(_keep_to(row), x27, SUM_PARTS)
     # x29 = exp(x28)
     x29 = tl.exp(x28)
-    # x41 = sum[after](x27)
-    x41 = _sums(_keep_after(c), x27, SUM_PARTS)
-    # x42 = exp(x41)
-    x42 = tl.exp(x41)
-    dAbk = _load_rows(dAbk_ptr + tile * C * C, c, c, C, C, C, True)
-    # x50 = mask(dAbk, strict=True)
-    x50 = tl.where(_keep_before(c), dAbk, 0.0)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x53 = scale * q
-    x53 = scale * q
-    x58 = _load_rows(x58_ptr + tile * C * C, c, c, C, C, C, True)
-    # x59 = mask(x58, strict=True)
-    x59 = tl.where(_keep_before(c), x58, 0.0)
-    x81 = _load_rows(x81_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    dKT = _load_rows(dKT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # x87 = sum[before](((-(x81 * j) + (dKT * k)) * x42))
-    x87 = _sums(_keep_before(c), (((-(x81 * j)) + (dKT * k)) * x42), SUM_PARTS)
-    # x93 = [g <~ x26]
-    x93 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
-    # x34 = gram_dx(x33, j; x27, to, strict=False)
-    # x65 = gram_dx(x50, k; x27, to, strict=True)
-    # x66 = gram_dx(x59, j; x27, to, strict=True)
-    # x51 = gram_dy(x50, x3; x27, to, strict=True)
-    # x60 = gram_dy(x59, x3; x27, to, strict=True)
-    # x61 = gram_dy(x33, x53; x27, to, strict=False)
-    x34 = tl.sum(tl.where(c[:, None] == c[None, :], x33, 0.0), 1)[:, None] * j
-    x65 = tl.zeros([C, BK], tl.float32)
-    x66 = tl.zeros([C, BK], tl.float32)
-    x51 = tl.zeros([C, BK], tl.float32)
-    x60 = tl.zeros([C, BK], tl.float32)
-    x61 = tl.sum(tl.where(c[:, None] == c[None, :], x33, 0.0), 1)[:, None] * x53
+    # x47 = sum[after](x27)
+    x47 = _sums(_keep_after(row), x27, SUM_PARTS)
+    # x48 = exp(x47)
+    x48 = tl.exp(x47)
+    dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x56 = mask(dAbk, strict=True)
+    x56 = tl.where(_keep_before(row), dAbk, 0.0)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x59 = scale * q
+    x59 = scale * q
+    x66 = _load_rows(x66_ptr + tile * C * C, row, row, C, C, C, True)
+    # x67 = mask(x66, strict=True)
+    x67 = tl.where(_keep_before(row), x66, 0.0)
+    x89 = _load_rows(x89_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # x95 = sum[before](((-(x89 * j) + (dKT * k)) * x48))
+    x95 = _sums(_keep_before(row), (((-(x89 * j)) + (dKT * k)) * x48), SUM_PARTS)
+    # x101 = [g <~ x26]
+    x101 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
+    # x34 = gram_dx(x33, j; x27, to, strict=True)
+    # x73 = gram_dx(x56, k; x27, to, strict=True)
+    # x74 = gram_dx(x67, j; x27, to, strict=True)
+    # x57 = gram_dy(x56, x3; x27, to, strict=True)
+    # x68 = gram_dy(x67, x3; x27, to, strict=True)
+    # x69 = gram_dy(x33, x59; x27, to, strict=True)
+    x34 = tl.zeros([C, BK], tl.float32)
+    x73 = tl.zeros([C, BK], tl.float32)
+    x74 = tl.zeros([C, BK], tl.float32)
+    x57 = tl.zeros([C, BK], tl.float32)
+    x68 = tl.zeros([C, BK], tl.float32)
+    x69 = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), x27, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (j * e).to(DOT)
-        decayed_1 = (x3 * e).to(DOT)
-        decayed_2 = (x53 * e).to(DOT)
-        decayed_3 = (k * e).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (j * decay).to(DOT)
+        decayed_1 = (x3 * decay).to(DOT)
+        decayed_2 = (x59 * decay).to(DOT)
+        decayed_3 = (k * decay).to(DOT)
         d_0 = tl.where(edge, x33, 0.0).to(DOT)
-        d_1 = tl.where(edge, x50, 0.0).to(DOT)
-        d_2 = tl.where(edge, x59, 0.0).to(DOT)
-        x34 += e * _dot(d_0, decayed_0, DOT, PRECISION)
-        x65 += e * _dot(d_1, decayed_3, DOT, PRECISION)
-        x66 += e * _dot(d_2, decayed_0, DOT, PRECISION)
-        x51 += e * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x60 += e * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
-        x61 += e * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
+        d_1 = tl.where(edge, x56, 0.0).to(DOT)
+        d_2 = tl.where(edge, x67, 0.0).to(DOT)
+        x34 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x73 += decay * _dot(d_1, decayed_3, DOT, PRECISION)
+        x74 += decay * _dot(d_2, decayed_0, DOT, PRECISION)
+        x57 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
+        x68 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
+        x69 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
     # x35 = -x34
     x35 = -x34
-    x37 = _load_rows(x37_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    dQL = _load_rows(dQL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dq = ((x35 + x37) + (dQL * x29)) * scale
-    dq = ((x35 + x37) + (dQL * x29)) * scale
+    x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dq = (((x35 + (x36 * j)) + x43) + (dQL * x29)) * scale
+    dq = (((x35 + (x36[:, None] * j)) + x43) + (dQL * x29)) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((b * T + t0) * HV + hv) * K, dq, c, ks, HV * K, T - t0, K, K == BK)
-    # x67 = -x66
-    x67 = -x66
-    x54 = _load_rows(x54_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    dBL = _load_rows(dBL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # x80 = sum[from]((((((x53 * (x37 + x35)) + (j * (x60 + x61))) + (x3 * (x65 + x67))) + -(k * (x51 + x54))) + (((dBL * x3) + (dQL * x53)) * x29)))
-    x80 = _sums(_keep_from(c), (((((x53 * (x37 + x35)) + (j * (x60 + x61))) + (x3 * (x65 + x67))) + (-(k * (x51 + x54)))) + (((dBL * x3) + (dQL * x53)) * x29)), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    # x92 = (x80 + x87) + (dGc * Gc)
-    x92 = (x80 + x87) + (dGc * Gc)[None, :]
-    # x97 = sum_K((x92 * (1 + -x93)))
-    x97 = tl.sum((x92 * (1.0 + (-x93))), 1)
-    # x99 = (x97 / x24) * 0.5
-    x99 = (x97 / x24) * 0.5
-    # x102 = -(0.5 * x99) /0 x22
-    x102 = tl.where(x22 == 0, 0.0, (-(0.5 * x99)) / tl.where(x22 == 0, 1.0, x22))
-    # x105 = (x102 * x13) * (x17 + x17)
-    x105 = (x102 * x13)[:, None] * (x17 + x17)
-    # x108 = sum_K(((x105 * x14) /0 x6))
-    x108 = tl.sum(tl.where(x6[:, None] == 0, 0.0, (x105 * x14) / tl.where(x6[:, None] == 0, 1.0, x6[:, None])), 1)
-    # x119 = (-x99 + ((x102 * x19) * 2)) + (x102 * (((x6 * (x9 + x9)) + -2) + -2))
-    x119 = ((-x99) + ((x102 * x19) * 2.0)) + (x102 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
-    # x132 = ((((((0.5 * (-x108 + (x119 * x9))) /0 x6) * (eta * (k + k))) + (dBL * x29)) + x65) + (x105 /0 x6)) + x67
-    x132 = ((((tl.where(x6 == 0, 0.0, (0.5 * ((-x108) + (x119 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + (dBL * x29)) + x65) + tl.where(x6[:, None] == 0, 0.0, x105 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x67
-    # dk = (((dKT * x42) + x51) + x54) + (x132 * eta)
-    dk = (((dKT * x42) + x51) + x54) + (x132 * eta[:, None])
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
+    # x75 = -x74
+    x75 = -x74
+    x40 = _load_rows(x40_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    x60 = _load_rows(x60_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # x88 = sum[from]((((((x59 * (x40 + x35)) + (j * (x68 + x69))) + (x3 * (x73 + x75))) + -(k * (x57 + x60))) + (((dBL * x3) + (dQL * x59)) * x29)))
+    x88 = _sums(_keep_from(row), (((((x59 * (x40 + x35)) + (j * (x68 + x69))) + (x3 * (x73 + x75))) + (-(k * (x57 + x60)))) + (((dBL * x3) + (dQL * x59)) * x29)), SUM_PARTS)
+    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # x100 = (x88 + x95) + (dGc * Gc)
+    x100 = (x88 + x95) + (dGc * Gc)[None, :]
+    # x105 = sum_K((x100 * (1 + -x101)))
+    x105 = tl.sum((x100 * (1.0 + (-x101))), 1)
+    # x107 = (x105 / x24) * 0.5
+    x107 = (x105 / x24) * 0.5
+    # x110 = -(0.5 * x107) /0 x22
+    x110 = tl.where(x22 == 0, 0.0, (-(0.5 * x107)) / tl.where(x22 == 0, 1.0, x22))
+    # x113 = (x110 * x13) * (x17 + x17)
+    x113 = (x110 * x13)[:, None] * (x17 + x17)
+    # x116 = sum_K(((x113 * x14) /0 x6))
+    x116 = tl.sum(tl.where(x6[:, None] == 0, 0.0, (x113 * x14) / tl.where(x6[:, None] == 0, 1.0, x6[:, None])), 1)
+    # x127 = (-x107 + ((x110 * x19) * 2)) + (x110 * (((x6 * (x9 + x9)) + -2) + -2))
+    x127 = ((-x107) + ((x110 * x19) * 2.0)) + (x110 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
+    # x140 = ((((((0.5 * (-x116 + (x127 * x9))) /0 x6) * (eta * (k + k))) + (dBL * x29)) + x73) + (x113 /0 x6)) + x75
+    x140 = ((((tl.where(x6 == 0, 0.0, (0.5 * ((-x116) + (x127 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + (dBL * x29)) + x73) + tl.where(x6[:, None] == 0, 0.0, x113 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x75
+    x62 = _load_rows(x62_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dk = (((dKT * x48) + x57) + x62) + (x140 * eta)
+    dk = (((dKT * x48) + x57) + x62) + (x140 * eta[:, None])
     if NEED & 2:
-        _store_rows(dk_out + ((b * T + t0) * HV + hv) * K, dk, c, ks, HV * K, T - t0, K, K == BK)
-    # x137 = sum_K((-(x105 * x15) /0 x9))
-    x137 = tl.sum(tl.where(x9[:, None] == 0, 0.0, (-(x105 * x15)) / tl.where(x9[:, None] == 0, 1.0, x9[:, None])), 1)
-    # dj = ((((((0.5 * (-x137 + (x119 * x6))) /0 x9) * (j + j)) + (-x105 /0 x9)) + -(x81 * x42)) + -x60) + -x61
-    dj = ((((tl.where(x9 == 0, 0.0, (0.5 * ((-x137) + (x119 * x6))) / tl.where(x9 == 0, 1.0, x9))[:, None] * (j + j)) + tl.where(x9[:, None] == 0, 0.0, (-x105) / tl.where(x9[:, None] == 0, 1.0, x9[:, None]))) + (-(x81 * x42))) + (-x60)) + (-x61)
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
+    # x145 = sum_K((-(x113 * x15) /0 x9))
+    x145 = tl.sum(tl.where(x9[:, None] == 0, 0.0, (-(x113 * x15)) / tl.where(x9[:, None] == 0, 1.0, x9[:, None])), 1)
+    # dj = (((((((0.5 * (-x145 + (x127 * x6))) /0 x9) * (j + j)) + (x36 * x59)) + (-x113 /0 x9)) + -(x89 * x48)) + -x68) + -x69
+    dj = (((((tl.where(x9 == 0, 0.0, (0.5 * ((-x145) + (x127 * x6))) / tl.where(x9 == 0, 1.0, x9))[:, None] * (j + j)) + (x36[:, None] * x59)) + tl.where(x9[:, None] == 0, 0.0, (-x113) / tl.where(x9[:, None] == 0, 1.0, x9[:, None]))) + (-(x89 * x48))) + (-x68)) + (-x69)
     if NEED & 4:
-        _store_rows(dj_out + ((b * T + t0) * HV + hv) * K, dj, c, ks, HV * K, T - t0, K, K == BK)
-    # dg = x92 * x93
-    dg = x92 * x93
+        _store_rows(dj_out + ((batch * T + start) * HV + head_v) * K, dj, row, col_k, HV * K, T - start, K, K == BK)
+    # dg = x100 * x101
+    dg = x100 * x101
     if NEED & 16:
-        _store_rows(dg_out + ((b * T + t0) * HV + hv) * K, dg, c, ks, HV * K, T - t0, K, K == BK)
-    # x162 = sum_K((x132 * k))
-    x162 = tl.sum((x132 * k), 1)
-    x160 = tl.load(x160_ptr + tile * C + c, mask=c < C, other=0.0)
-    # deta = x160 + x162
-    deta = x160 + x162
+        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
+    # x172 = sum_K((x140 * k))
+    x172 = tl.sum((x140 * k), 1)
+    x170 = tl.load(x170_ptr + tile * C + row, mask=row < C, other=0.0)
+    # deta = x170 + x172
+    deta = x170 + x172
     if NEED & 32:
-        tl.store(deta_out + ((b * T + t0) * HV + hv) + c * HV, deta, mask=in_c)
+        tl.store(deta_out + ((batch * T + start) * HV + head_v) + row * HV, deta, mask=in_c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1259,14 +1275,16 @@ def _backward_triton(
             x = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x37 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x40 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x47 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x54 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x53 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x60 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x62 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x157 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x167 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
                 _backward_prepare,
@@ -1285,14 +1303,16 @@ def _backward_triton(
                 x,
                 U,
                 W,
-                x37,
+                x40,
+                x43,
                 AT,
-                x47,
-                x54,
+                x53,
+                x60,
+                x62,
                 Gc,
                 KT,
                 U2,
-                x157,
+                x167,
                 QL,
                 scale,
                 T,
@@ -1333,18 +1353,18 @@ def _backward_triton(
                 **own["scan"],
             )
         if needs & 127:
-            x48 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x54 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["reverse"]["BV"]),
                 AT,
-                x47,
+                x53,
                 Gc,
                 W,
                 QL,
                 do,
-                x48,
+                x54,
                 last,
                 dh0,
                 kept_dS,
@@ -1365,11 +1385,11 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x58 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x66 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dBL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x81 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x89 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x160 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x170 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1380,20 +1400,20 @@ def _backward_triton(
                 v,
                 kept_dS,
                 E,
-                x48,
+                x54,
                 KT,
                 U2,
-                x157,
+                x167,
                 x32,
                 dQL,
                 dKT,
                 dAbk,
-                x58,
+                x66,
                 dBL,
-                x81,
+                x89,
                 dGc,
                 dv,
-                x160,
+                x170,
                 scale,
                 T,
                 NT,
@@ -1413,18 +1433,20 @@ def _backward_triton(
                 g,
                 eta,
                 k,
-                x37,
+                x43,
                 dQL,
                 dKT,
                 dAbk,
-                x54,
+                x62,
+                x40,
                 q,
-                x58,
+                x66,
+                x60,
                 dBL,
-                x81,
+                x89,
                 dGc,
                 Gc,
-                x160,
+                x170,
                 dq,
                 dk,
                 dj,
@@ -1503,13 +1525,13 @@ def _run(x: Tensor, over: str) -> Tensor:
     return keep.to(x.dtype) @ x
 
 
-def _edge(x: Tensor, level: int) -> Tensor:
+def _edge_of(x: Tensor, level: int) -> Tensor:
     """Pairs that level joins: rows of the second half of a block of 2^(level+1), columns of its first half."""
     r, m = _index(x)
     return ((r >> level) == (m >> level) + 1) & (((r >> level) & 1) == 1)
 
 
-def _reach(g: Tensor, level: int, before: bool) -> Tensor:
+def _reach_of(g: Tensor, level: int, before: bool) -> Tensor:
     """Decay between a row and the edge between the halves of its block; no exponent is positive for g <= 0."""
     r, m = _index(g)
     second = ((r >> level) & 1) == 1
@@ -1526,27 +1548,29 @@ def _gram(x: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor
     """sum_K x_i y_j exp(sum of g over j+1..i, or ..i-1), lower triangle, by a tree of reference rows."""
     out = torch.zeros_like(x @ y.mT) if strict else torch.diag_embed((x * y).sum(-1))
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + torch.where(_edge(g, level), (x * left) @ (y * e).mT, 0)
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + torch.where(_edge_of(g, level), (x * left) @ (y * e).mT, 0)
     return out
 
 
-def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(y) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * y
+def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of x, for a strictly lower d."""
+    out = torch.zeros_like(y)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + left * (torch.where(_edge(g, level), d, 0) @ (y * e))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + left * (torch.where(_edge_of(g, level), d, 0) @ (y * e))
     return out
 
 
-def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(x) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * x
+def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of y, for a strictly lower d."""
+    out = torch.zeros_like(x)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + e * (torch.where(_edge(g, level), d, 0).mT @ (x * left))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + e * (torch.where(_edge_of(g, level), d, 0).mT @ (x * left))
     return out
 
 
@@ -1659,32 +1683,32 @@ def _forward_torch(
     U = E @ x35
     S = state
     o_all: list[Tensor] = []
-    for n in range(NT):
-        QL_n = QL[:, n]
-        x31_n = x31[:, n]
-        W_n = W[:, n]
-        U_n = U[:, n]
-        Aqa_n = Aqa[:, n]
-        Gc_n = Gc[:, n]
-        KT_n = KT[:, n]
-        x30_n = x30[:, n]
-        AT_n = AT[:, n]
+    for chunk in range(NT):
+        QL_here = QL[:, chunk]
+        x31_here = x31[:, chunk]
+        W_here = W[:, chunk]
+        U_here = U[:, chunk]
+        Aqa_here = Aqa[:, chunk]
+        Gc_here = Gc[:, chunk]
+        KT_here = KT[:, chunk]
+        x30_here = x30[:, chunk]
+        AT_here = AT[:, chunk]
         # x29 = QL @ S
-        x29 = QL_n @ S
+        x29 = QL_here @ S
         # x36 = W @ S
-        x36 = W_n @ S
+        x36 = W_here @ S
         # x37 = U + x36
-        x37 = U_n + x36
+        x37 = U_here + x36
         # x38 = Aqa @ x37
-        x38 = Aqa_n @ x37
+        x38 = Aqa_here @ x37
         # o = (x29 + x31) + -x38
-        o = (x29 + x31_n) + (-x38)
+        o = (x29 + x31_here) + (-x38)
         # x44 = KT^T @ x30
-        x44 = KT_n.mT @ x30_n
+        x44 = KT_here.mT @ x30_here
         # x46 = AT^T @ x37
-        x46 = AT_n.mT @ x37
+        x46 = AT_here.mT @ x37
         # S_next = ((S * Gc) + x44) + -x46
-        S_next = ((S * Gc_n[..., :, None]) + x44) + (-x46)
+        S_next = ((S * Gc_here[..., :, None]) + x44) + (-x46)
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1779,28 +1803,28 @@ def _backward_torch(
     x29 = torch.exp(x28)
     # W = E @ (x3 * x29)
     W = E @ (x3 * x29)
-    # x41 = sum[after](x27)
-    x41 = _run(x27, 'after')
-    # x42 = exp(x41)
-    x42 = torch.exp(x41)
-    # AT = j * x42
-    AT = j * x42
+    # x47 = sum[after](x27)
+    x47 = _run(x27, 'after')
+    # x48 = exp(x47)
+    x48 = torch.exp(x47)
+    # AT = j * x48
+    AT = j * x48
     if needs & 126:
-        # x53 = scale * q
-        x53 = scale * q
-    # x90 = sum[all](x27)
-    x90 = x27.sum(-2)
-    # Gc = exp(x90)
-    Gc = torch.exp(x90)
+        # x59 = scale * q
+        x59 = scale * q
+    # x98 = sum[all](x27)
+    x98 = x27.sum(-2)
+    # Gc = exp(x98)
+    Gc = torch.exp(x98)
     if needs & 63:
-        # KT = k * x42
-        KT = k * x42
+        # KT = k * x48
+        KT = k * x48
     if needs & 40:
         # U2 = E @ Abk
         U2 = E @ Abk
     if needs & 126:
-        # QL = x53 * x29
-        QL = x53 * x29
+        # QL = x59 * x29
+        QL = x59 * x29
     if needs & 55:
         # x = eta * v
         x = eta[..., :, None] * v
@@ -1811,74 +1835,84 @@ def _backward_torch(
         # dAqk = do @ x^T
         dAqk = do @ x.mT
     if needs & 126:
-        # x46 = Aqa^T @ do
-        x46 = Aqa.mT @ do
-        # x47 = -x46
-        x47 = -x46
+        # x52 = Aqa^T @ do
+        x52 = Aqa.mT @ do
+        # x53 = -x52
+        x53 = -x52
     if needs & 40:
-        # x157 = Aqk^T @ do
-        x157 = Aqk.mT @ do
+        # x167 = Aqk^T @ do
+        x167 = Aqk.mT @ do
     if needs & 55:
-        # x36 = mask(dAqk, strict=False)
-        x36 = torch.tril(dAqk, 0)
-        # x37 = gram_dx(x36, k; x27, to, strict=False)
-        x37 = _gram_dx(x36, k, x27, False, False)
+        # x39 = mask(dAqk, strict=True)
+        x39 = torch.tril(dAqk, -1)
+        # x40 = gram_dx(x39, k; x27, to, strict=True)
+        x40 = _gram_dx(x39, k, x27, False)
+    if needs & 3:
+        # x41 = diagonal(dAqk)
+        x41 = dAqk.diagonal(dim1=-2, dim2=-1)
+    if needs & 1:
+        # x43 = x40 + (x41 * k)
+        x43 = x40 + (x41[..., :, None] * k)
     if needs & 54:
-        # x54 = gram_dy(x36, x53; x27, to, strict=False)
-        x54 = _gram_dy(x36, x53, x27, False, False)
-    if needs & 63:
+        # x60 = gram_dy(x39, x59; x27, to, strict=True)
+        x60 = _gram_dy(x39, x59, x27, False)
+    if needs & 2:
+        # x62 = x60 + (x41 * x59)
+        x62 = x60 + (x41[..., :, None] * x59)
+    if needs & 55:
         S = state
         x31_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
-        for n in range(NT):
-            W_n = W[:, n]
-            U_n = U[:, n]
-            Gc_n = Gc[:, n]
-            KT_n = KT[:, n]
-            x_n = x[:, n]
-            AT_n = AT[:, n]
+        for chunk in range(NT):
+            W_here = W[:, chunk]
+            U_here = U[:, chunk]
+            Gc_here = Gc[:, chunk]
+            KT_here = KT[:, chunk]
+            x_here = x[:, chunk]
+            AT_here = AT[:, chunk]
             kept_S_all.append(S)
             # x30 = W @ S
-            x30 = W_n @ S
+            x30 = W_here @ S
             # x31 = U + x30
-            x31 = U_n + x30
-            # x164 = KT^T @ x
-            x164 = KT_n.mT @ x_n
-            # x166 = AT^T @ x31
-            x166 = AT_n.mT @ x31
-            # S_next = ((S * Gc) + x164) + -x166
-            S_next = ((S * Gc_n[..., :, None]) + x164) + (-x166)
+            x31 = U_here + x30
+            # x174 = KT^T @ x
+            x174 = KT_here.mT @ x_here
+            # x176 = AT^T @ x31
+            x176 = AT_here.mT @ x31
+            # S_next = ((S * Gc) + x174) + -x176
+            S_next = ((S * Gc_here[..., :, None]) + x174) + (-x176)
             x31_all.append(x31)
             S = S_next
         end_S = S
         x31 = _stack(x31_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
-    dS = dstate
-    x48_all: list[Tensor] = []
-    kept_dS_all: list[Tensor] = []
-    for n in range(NT)[::-1]:
-        AT_n = AT[:, n]
-        x47_n = x47[:, n]
-        Gc_n = Gc[:, n]
-        W_n = W[:, n]
-        QL_n = QL[:, n]
-        do_n = do[:, n]
-        kept_dS_all.append(dS)
-        # x44 = AT @ dS
-        x44 = AT_n @ dS
-        # x48 = -x44 + x47
-        x48 = (-x44) + x47_n
-        # x169 = W^T @ x48
-        x169 = W_n.mT @ x48
-        # x171 = QL^T @ do
-        x171 = QL_n.mT @ do_n
-        # dS_prev = ((dS * Gc) + x169) + x171
-        dS_prev = ((dS * Gc_n[..., :, None]) + x169) + x171
-        x48_all.append(x48)
-        dS = dS_prev
-    end_dS = dS
-    x48 = _stack(x48_all[::-1], v, NT, C, dtype)
-    dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 126:
+        dS = dstate
+        x54_all: list[Tensor] = []
+        kept_dS_all: list[Tensor] = []
+        for chunk in range(NT)[::-1]:
+            AT_here = AT[:, chunk]
+            x53_here = x53[:, chunk]
+            Gc_here = Gc[:, chunk]
+            W_here = W[:, chunk]
+            QL_here = QL[:, chunk]
+            do_here = do[:, chunk]
+            kept_dS_all.append(dS)
+            # x50 = AT @ dS
+            x50 = AT_here @ dS
+            # x54 = -x50 + x53
+            x54 = (-x50) + x53_here
+            # x179 = W^T @ x54
+            x179 = W_here.mT @ x54
+            # x181 = QL^T @ do
+            x181 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x179) + x181
+            dS_prev = ((dS * Gc_here[..., :, None]) + x179) + x181
+            x54_all.append(x54)
+            dS = dS_prev
+        end_dS = dS
+        x54 = _stack(x54_all[::-1], v, NT, C, dtype)
+        dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 55:
         # x32 = do @ x31^T
         x32 = do @ x31.mT
@@ -1887,104 +1921,107 @@ def _backward_torch(
     if needs & 54:
         # dKT = x @ dS^T
         dKT = x @ dS.mT
-        # x49 = E^T @ x48
-        x49 = E.mT @ x48
-        # dAbk = x49 @ x^T
-        dAbk = x49 @ x.mT
-        # x58 = x49 @ x31^T
-        x58 = x49 @ x31.mT
-        # dBL = x49 @ S^T
-        dBL = x49 @ S.mT
-        # x81 = x31 @ dS^T
-        x81 = x31 @ dS.mT
-        # x89 = dS * S
-        x89 = dS * S
-        # dGc = sum_V(x89)
-        dGc = x89.sum(-1)
+        # x55 = E^T @ x54
+        x55 = E.mT @ x54
+        # dAbk = x55 @ x^T
+        dAbk = x55 @ x.mT
+        # x66 = x55 @ x31^T
+        x66 = x55 @ x31.mT
+        # dBL = x55 @ S^T
+        dBL = x55 @ S.mT
+        # x89 = x31 @ dS^T
+        x89 = x31 @ dS.mT
+        # x97 = dS * S
+        x97 = dS * S
+        # dGc = sum_V(x97)
+        dGc = x97.sum(-1)
     if needs & 40:
-        # x154 = KT @ dS
-        x154 = KT @ dS
-        # x155 = U2^T @ x48
-        x155 = U2.mT @ x48
-        # x158 = (x154 + x155) + x157
-        x158 = (x154 + x155) + x157
+        # x164 = KT @ dS
+        x164 = KT @ dS
+        # x165 = U2^T @ x54
+        x165 = U2.mT @ x54
+        # x168 = (x164 + x165) + x167
+        x168 = (x164 + x165) + x167
     if needs & 8:
-        # dv = x158 * eta
-        dv = x158 * eta[..., :, None]
+        # dv = x168 * eta
+        dv = x168 * eta[..., :, None]
     if needs & 32:
-        # x159 = x158 * v
-        x159 = x158 * v
-        # x160 = sum_V(x159)
-        x160 = x159.sum(-1)
+        # x169 = x168 * v
+        x169 = x168 * v
+        # x170 = sum_V(x169)
+        x170 = x169.sum(-1)
     if needs & 55:
-        # x33 = mask(x32, strict=False)
-        x33 = torch.tril(x32, 0)
-        # x34 = gram_dx(x33, j; x27, to, strict=False)
-        x34 = _gram_dx(x33, j, x27, False, False)
+        # x33 = mask(x32, strict=True)
+        x33 = torch.tril(x32, -1)
+        # x34 = gram_dx(x33, j; x27, to, strict=True)
+        x34 = _gram_dx(x33, j, x27, False)
         # x35 = -x34
         x35 = -x34
+    if needs & 5:
+        # x36 = diagonal(-x32)
+        x36 = (-x32).diagonal(dim1=-2, dim2=-1)
     if needs & 1:
-        # dq = ((x35 + x37) + (dQL * x29)) * scale
-        dq = ((x35 + x37) + (dQL * x29)) * scale
+        # dq = (((x35 + (x36 * j)) + x43) + (dQL * x29)) * scale
+        dq = (((x35 + (x36[..., :, None] * j)) + x43) + (dQL * x29)) * scale
     if needs & 54:
-        # x50 = mask(dAbk, strict=True)
-        x50 = torch.tril(dAbk, -1)
-        # x51 = gram_dy(x50, x3; x27, to, strict=True)
-        x51 = _gram_dy(x50, x3, x27, False, True)
-        # x59 = mask(x58, strict=True)
-        x59 = torch.tril(x58, -1)
-        # x60 = gram_dy(x59, x3; x27, to, strict=True)
-        x60 = _gram_dy(x59, x3, x27, False, True)
-        # x61 = gram_dy(x33, x53; x27, to, strict=False)
-        x61 = _gram_dy(x33, x53, x27, False, False)
-        # x65 = gram_dx(x50, k; x27, to, strict=True)
-        x65 = _gram_dx(x50, k, x27, False, True)
-        # x66 = gram_dx(x59, j; x27, to, strict=True)
-        x66 = _gram_dx(x59, j, x27, False, True)
-        # x67 = -x66
-        x67 = -x66
-        # x80 = sum[from]((((((x53 * (x37 + x35)) + (j * (x60 + x61))) + (x3 * (x65 + x67))) + -(k * (x51 + x54))) + (((dBL * x3) + (dQL * x53)) * x29)))
-        x80 = _run((((((x53 * (x37 + x35)) + (j * (x60 + x61))) + (x3 * (x65 + x67))) + (-(k * (x51 + x54)))) + (((dBL * x3) + (dQL * x53)) * x29)), 'from')
-        # x87 = sum[before](((-(x81 * j) + (dKT * k)) * x42))
-        x87 = _run((((-(x81 * j)) + (dKT * k)) * x42), 'before')
-        # x92 = (x80 + x87) + (dGc * Gc)
-        x92 = (x80 + x87) + (dGc * Gc)[..., None, :]
-        # x93 = [g <~ x26]
-        x93 = (x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
+        # x56 = mask(dAbk, strict=True)
+        x56 = torch.tril(dAbk, -1)
+        # x57 = gram_dy(x56, x3; x27, to, strict=True)
+        x57 = _gram_dy(x56, x3, x27, False)
+        # x67 = mask(x66, strict=True)
+        x67 = torch.tril(x66, -1)
+        # x68 = gram_dy(x67, x3; x27, to, strict=True)
+        x68 = _gram_dy(x67, x3, x27, False)
+        # x69 = gram_dy(x33, x59; x27, to, strict=True)
+        x69 = _gram_dy(x33, x59, x27, False)
+        # x73 = gram_dx(x56, k; x27, to, strict=True)
+        x73 = _gram_dx(x56, k, x27, False)
+        # x74 = gram_dx(x67, j; x27, to, strict=True)
+        x74 = _gram_dx(x67, j, x27, False)
+        # x75 = -x74
+        x75 = -x74
+        # x88 = sum[from]((((((x59 * (x40 + x35)) + (j * (x68 + x69))) + (x3 * (x73 + x75))) + -(k * (x57 + x60))) + (((dBL * x3) + (dQL * x59)) * x29)))
+        x88 = _run((((((x59 * (x40 + x35)) + (j * (x68 + x69))) + (x3 * (x73 + x75))) + (-(k * (x57 + x60)))) + (((dBL * x3) + (dQL * x59)) * x29)), 'from')
+        # x95 = sum[before](((-(x89 * j) + (dKT * k)) * x48))
+        x95 = _run((((-(x89 * j)) + (dKT * k)) * x48), 'before')
+        # x100 = (x88 + x95) + (dGc * Gc)
+        x100 = (x88 + x95) + (dGc * Gc)[..., None, :]
+        # x101 = [g <~ x26]
+        x101 = (x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
     if needs & 38:
-        # x97 = sum_K((x92 * (1 + -x93)))
-        x97 = (x92 * (1.0 + (-x93))).sum(-1)
-        # x99 = (x97 / x24) * 0.5
-        x99 = (x97 / x24) * 0.5
-        # x102 = -(0.5 * x99) /0 x22
-        x102 = torch.where(x22 == 0, 0, (-(0.5 * x99)) / torch.where(x22 == 0, 1, x22))
-        # x105 = (x102 * x13) * (x17 + x17)
-        x105 = (x102 * x13)[..., :, None] * (x17 + x17)
+        # x105 = sum_K((x100 * (1 + -x101)))
+        x105 = (x100 * (1.0 + (-x101))).sum(-1)
+        # x107 = (x105 / x24) * 0.5
+        x107 = (x105 / x24) * 0.5
+        # x110 = -(0.5 * x107) /0 x22
+        x110 = torch.where(x22 == 0, 0, (-(0.5 * x107)) / torch.where(x22 == 0, 1, x22))
+        # x113 = (x110 * x13) * (x17 + x17)
+        x113 = (x110 * x13)[..., :, None] * (x17 + x17)
     if needs & 34:
-        # x108 = sum_K(((x105 * x14) /0 x6))
-        x108 = torch.where(x6[..., :, None] == 0, 0, (x105 * x14) / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None])).sum(-1)
+        # x116 = sum_K(((x113 * x14) /0 x6))
+        x116 = torch.where(x6[..., :, None] == 0, 0, (x113 * x14) / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None])).sum(-1)
     if needs & 38:
-        # x119 = (-x99 + ((x102 * x19) * 2)) + (x102 * (((x6 * (x9 + x9)) + -2) + -2))
-        x119 = ((-x99) + ((x102 * x19) * 2.0)) + (x102 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
+        # x127 = (-x107 + ((x110 * x19) * 2)) + (x110 * (((x6 * (x9 + x9)) + -2) + -2))
+        x127 = ((-x107) + ((x110 * x19) * 2.0)) + (x110 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
     if needs & 34:
-        # x132 = ((((((0.5 * (-x108 + (x119 * x9))) /0 x6) * (eta * (k + k))) + (dBL * x29)) + x65) + (x105 /0 x6)) + x67
-        x132 = ((((torch.where(x6 == 0, 0, (0.5 * ((-x108) + (x119 * x9))) / torch.where(x6 == 0, 1, x6))[..., :, None] * (eta[..., :, None] * (k + k))) + (dBL * x29)) + x65) + torch.where(x6[..., :, None] == 0, 0, x105 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))) + x67
+        # x140 = ((((((0.5 * (-x116 + (x127 * x9))) /0 x6) * (eta * (k + k))) + (dBL * x29)) + x73) + (x113 /0 x6)) + x75
+        x140 = ((((torch.where(x6 == 0, 0, (0.5 * ((-x116) + (x127 * x9))) / torch.where(x6 == 0, 1, x6))[..., :, None] * (eta[..., :, None] * (k + k))) + (dBL * x29)) + x73) + torch.where(x6[..., :, None] == 0, 0, x113 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))) + x75
     if needs & 2:
-        # dk = (((dKT * x42) + x51) + x54) + (x132 * eta)
-        dk = (((dKT * x42) + x51) + x54) + (x132 * eta[..., :, None])
+        # dk = (((dKT * x48) + x57) + x62) + (x140 * eta)
+        dk = (((dKT * x48) + x57) + x62) + (x140 * eta[..., :, None])
     if needs & 4:
-        # x137 = sum_K((-(x105 * x15) /0 x9))
-        x137 = torch.where(x9[..., :, None] == 0, 0, (-(x105 * x15)) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None])).sum(-1)
-        # dj = ((((((0.5 * (-x137 + (x119 * x6))) /0 x9) * (j + j)) + (-x105 /0 x9)) + -(x81 * x42)) + -x60) + -x61
-        dj = ((((torch.where(x9 == 0, 0, (0.5 * ((-x137) + (x119 * x6))) / torch.where(x9 == 0, 1, x9))[..., :, None] * (j + j)) + torch.where(x9[..., :, None] == 0, 0, (-x105) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None]))) + (-(x81 * x42))) + (-x60)) + (-x61)
+        # x145 = sum_K((-(x113 * x15) /0 x9))
+        x145 = torch.where(x9[..., :, None] == 0, 0, (-(x113 * x15)) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None])).sum(-1)
+        # dj = (((((((0.5 * (-x145 + (x127 * x6))) /0 x9) * (j + j)) + (x36 * x59)) + (-x113 /0 x9)) + -(x89 * x48)) + -x68) + -x69
+        dj = (((((torch.where(x9 == 0, 0, (0.5 * ((-x145) + (x127 * x6))) / torch.where(x9 == 0, 1, x9))[..., :, None] * (j + j)) + (x36[..., :, None] * x59)) + torch.where(x9[..., :, None] == 0, 0, (-x113) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None]))) + (-(x89 * x48))) + (-x68)) + (-x69)
     if needs & 16:
-        # dg = x92 * x93
-        dg = x92 * x93
+        # dg = x100 * x101
+        dg = x100 * x101
     if needs & 32:
-        # x162 = sum_K((x132 * k))
-        x162 = (x132 * k).sum(-1)
-        # deta = x160 + x162
-        deta = x160 + x162
+        # x172 = sum_K((x140 * k))
+        x172 = (x140 * k).sum(-1)
+        # deta = x170 + x172
+        deta = x170 + x172
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

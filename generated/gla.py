@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 2a1ba90c:
+# gated linear attention, one decay a channel, program 568ff5fd:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -43,7 +43,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla"]
 
-_NAME = "gla_2a1ba90c"
+_NAME = "gla_568ff5fd"
 
 
 def _jit(function: Any) -> Any:
@@ -210,53 +210,53 @@ def _forward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x = scale * q
     x = scale * q
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x2 = sum[to](g)
-    x2 = _sums(_keep_to(c), g, GATE_PARTS)
+    x2 = _sums(_keep_to(row), g, GATE_PARTS)
     # QL = x * exp(x2)
     QL = x * tl.exp(x2)
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     # x6 = sum[all](g)
     x6 = tl.sum(g, 0)
     # Gc = exp(x6)
     Gc = tl.exp(x6)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     # x8 = sum[after](g)
-    x8 = _sums(_keep_after(c), g, GATE_PARTS)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    x8 = _sums(_keep_after(row), g, GATE_PARTS)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # AT = k * exp(x8)
     AT = k * tl.exp(x8)
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
     # Aqa = gram(x, k; g, to, strict=False)
-    Aqa = tl.where(c[:, None] == c[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (x * e).to(DOT)
-        decayed_1 = (k * e).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (x * decay).to(DOT)
+        decayed_1 = (k * decay).to(DOT)
         Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
     if SAVE:
-        _store_rows(Aqa_out + tile * C * C, Aqa, c, c, C, C, C, True)
+        _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x5 = Aqa @ v
         x5 = _dot(Aqa, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, c, vs, V, C, V, V % BV == 0)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -292,42 +292,42 @@ def _forward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
-        x5 = _load_rows(x5_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = x4 + x5
         o = x4 + x5
         if NEED & 1:
-            _store_rows(o_out + ((b * T + t0) * HV + hv) * V, o, c, vs, HV * V, T - t0, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x10 = AT^T @ v
         x10 = _dot(tl.trans(AT), v, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = (S * Gc) + x10
         S_next = (S * Gc[:, None]) + x10
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -342,11 +342,11 @@ def _backward_prepare(
     g_ptr,
     q_ptr,
     Aqa_ptr,
-    x2_out,
-    x11_out,
+    x5_out,
+    x16_out,
     AT_out,
-    x13_out,
-    x17_out,
+    x18_out,
+    x22_out,
     Gc_out,
     QL_out,
     scale,
@@ -369,67 +369,73 @@ def _backward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x10 = scale * q
-    x10 = scale * q
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
-    # x7 = sum[after](g)
-    x7 = _sums(_keep_after(c), g, GATE_PARTS)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # AT = k * exp(x7)
-    AT = k * tl.exp(x7)
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    # x27 = sum[all](g)
-    x27 = tl.sum(g, 0)
-    # Gc = exp(x27)
-    Gc = tl.exp(x27)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
-    # x3 = sum[to](g)
-    x3 = _sums(_keep_to(c), g, GATE_PARTS)
-    # QL = x10 * exp(x3)
-    QL = x10 * tl.exp(x3)
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x13 = scale * q
+    x13 = scale * q
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
+    # x10 = sum[after](g)
+    x10 = _sums(_keep_after(row), g, GATE_PARTS)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # AT = k * exp(x10)
+    AT = k * tl.exp(x10)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    # x32 = sum[all](g)
+    x32 = tl.sum(g, 0)
+    # Gc = exp(x32)
+    Gc = tl.exp(x32)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+    # x6 = sum[to](g)
+    x6 = _sums(_keep_to(row), g, GATE_PARTS)
+    # QL = x13 * exp(x6)
+    QL = x13 * tl.exp(x6)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     dAqa = tl.zeros([C, C, ], tl.float32)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqa = do @ v^T
         dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x13 = Aqa^T @ do
-        x13 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x13_out + tile * C * V, x13, c, vs, V, C, V, V % BV == 0)
-    # x = mask(dAqa, strict=False)
-    x = tl.where(_keep_to(c), dAqa, 0.0)
-    # x2 = gram_dx(x, k; g, to, strict=False)
-    # x11 = gram_dy(x, x10; g, to, strict=False)
-    x2 = tl.sum(tl.where(c[:, None] == c[None, :], x, 0.0), 1)[:, None] * k
-    x11 = tl.sum(tl.where(c[:, None] == c[None, :], x, 0.0), 1)[:, None] * x10
+        # x18 = Aqa^T @ do
+        x18 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x18_out + tile * C * V, x18, row, col_v, V, C, V, V % BV == 0)
+    # x = mask(dAqa, strict=True)
+    x = tl.where(_keep_before(row), dAqa, 0.0)
+    # x3 = diagonal(dAqa)
+    x3 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    # x2 = gram_dx(x, k; g, to, strict=True)
+    # x14 = gram_dy(x, x13; g, to, strict=True)
+    x2 = tl.zeros([C, BK], tl.float32)
+    x14 = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (k * e).to(DOT)
-        decayed_1 = (x10 * e).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (k * decay).to(DOT)
+        decayed_1 = (x13 * decay).to(DOT)
         d_0 = tl.where(edge, x, 0.0).to(DOT)
-        x2 += e * _dot(d_0, decayed_0, DOT, PRECISION)
-        x11 += e * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-    _store_rows(x2_out + tile * C * K, x2, c, ks, K, C, K, K == BK)
-    _store_rows(x11_out + tile * C * K, x11, c, ks, K, C, K, K == BK)
-    # x17 = (x10 * x2) + -(k * x11)
-    x17 = (x10 * x2) + (-(k * x11))
-    _store_rows(x17_out + tile * C * K, x17, c, ks, K, C, K, K == BK)
+        x2 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x14 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+    # x5 = x2 + (x3 * k)
+    x5 = x2 + (x3[:, None] * k)
+    _store_rows(x5_out + tile * C * K, x5, row, col_k, K, C, K, K == BK)
+    # x16 = x14 + (x3 * x13)
+    x16 = x14 + (x3[:, None] * x13)
+    _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K == BK)
+    # x22 = (x13 * x2) + -(k * x14)
+    x22 = (x13 * x2) + (-(k * x14))
+    _store_rows(x22_out + tile * C * K, x22, row, col_k, K, C, K, K == BK)
 
 
 @_jit
@@ -463,35 +469,35 @@ def _backward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, S, ks, vs, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x30 = AT^T @ v
-        x30 = _dot(tl.trans(AT), v, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # S_next = (S * Gc) + x30
-        S_next = (S * Gc[:, None]) + x30
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x35 = AT^T @ v
+        x35 = _dot(tl.trans(AT), v, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # S_next = (S * Gc) + x35
+        S_next = (S * Gc[:, None]) + x35
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -525,35 +531,35 @@ def _backward_reverse(
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        dS = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = NT - 1 - i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, dS, ks, vs, V, K, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x32 = QL^T @ do
-        x32 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # dS_prev = (dS * Gc) + x32
-        dS_prev = (dS * Gc[:, None]) + x32
+    for step in range(NT):
+        chunk = NT - 1 - step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x37 = QL^T @ do
+        x37 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dS_prev = (dS * Gc) + x37
+        dS_prev = (dS * Gc[:, None]) + x37
         dS = dS_prev
     if FINAL:
-        _store_rows(final_out + row * K * V, dS, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -561,14 +567,14 @@ def _backward_finish(
     do_ptr,
     S_ptr,
     g_ptr,
-    x2_ptr,
+    x5_ptr,
     v_ptr,
     dS_ptr,
-    x11_ptr,
+    x16_ptr,
     AT_ptr,
-    x13_ptr,
+    x18_ptr,
     q_ptr,
-    x17_ptr,
+    x22_ptr,
     k_ptr,
     Gc_ptr,
     dq_out,
@@ -595,75 +601,75 @@ def _backward_finish(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
-    # x3 = sum[to](g)
-    x3 = _sums(_keep_to(c), g, GATE_PARTS)
-    # x4 = exp(x3)
-    x4 = tl.exp(x3)
-    # x7 = sum[after](g)
-    x7 = _sums(_keep_after(c), g, GATE_PARTS)
-    # x8 = exp(x7)
-    x8 = tl.exp(x7)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x10 = scale * q
-    x10 = scale * q
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
+    # x6 = sum[to](g)
+    x6 = _sums(_keep_to(row), g, GATE_PARTS)
+    # x7 = exp(x6)
+    x7 = tl.exp(x6)
+    # x10 = sum[after](g)
+    x10 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x11 = exp(x10)
+    x11 = tl.exp(x10)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x13 = scale * q
+    x13 = scale * q
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
-    AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        S = _load_rows(S_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        dS = _load_rows(dS_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = v @ dS^T
         dAT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        # x12 = AT @ dS
-        x12 = _dot(AT, dS, DOT, PRECISION)
-        x13 = _load_rows(x13_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # dv = x12 + x13
-        dv = x12 + x13
+        # x17 = AT @ dS
+        x17 = _dot(AT, dS, DOT, PRECISION)
+        x18 = _load_rows(x18_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = x17 + x18
+        dv = x17 + x18
         if NEED & 4:
-            _store_rows(dv_out + ((b * T + t0) * HV + hv) * V, dv, c, vs, HV * V, T - t0, V, V % BV == 0)
-        # x26 = dS * S
-        x26 = dS * S
-        # dGc = sum_V(x26)
-        dGc += tl.sum(x26, 1)
-    x2 = _load_rows(x2_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dq = (x2 + (dQL * x4)) * scale
-    dq = (x2 + (dQL * x4)) * scale
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        # x31 = dS * S
+        x31 = dS * S
+        # dGc = sum_V(x31)
+        dGc += tl.sum(x31, 1)
+    x5 = _load_rows(x5_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dq = (x5 + (dQL * x7)) * scale
+    dq = (x5 + (dQL * x7)) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((b * T + t0) * HV + hv) * K, dq, c, ks, HV * K, T - t0, K, K == BK)
-    x11 = _load_rows(x11_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dk = (dAT * x8) + x11
-    dk = (dAT * x8) + x11
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
+    x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dk = (dAT * x11) + x16
+    dk = (dAT * x11) + x16
     if NEED & 2:
-        _store_rows(dk_out + ((b * T + t0) * HV + hv) * K, dk, c, ks, HV * K, T - t0, K, K == BK)
-    x17 = _load_rows(x17_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # x21 = sum[from]((x17 + ((dQL * x10) * x4)))
-    x21 = _sums(_keep_from(c), (x17 + ((dQL * x10) * x4)), SUM_PARTS)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x24 = sum[before](((dAT * k) * x8))
-    x24 = _sums(_keep_before(c), ((dAT * k) * x8), SUM_PARTS)
-    Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    # dg = (x21 + x24) + (dGc * Gc)
-    dg = (x21 + x24) + (dGc * Gc)[None, :]
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
+    x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # x26 = sum[from]((x22 + ((dQL * x13) * x7)))
+    x26 = _sums(_keep_from(row), (x22 + ((dQL * x13) * x7)), SUM_PARTS)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x29 = sum[before](((dAT * k) * x11))
+    x29 = _sums(_keep_before(row), ((dAT * k) * x11), SUM_PARTS)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # dg = (x26 + x29) + (dGc * Gc)
+    dg = (x26 + x29) + (dGc * Gc)[None, :]
     if NEED & 8:
-        _store_rows(dg_out + ((b * T + t0) * HV + hv) * K, dg, c, ks, HV * K, T - t0, K, K == BK)
+        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -833,11 +839,11 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0)
     with _on(q):
         if needs & 31:
-            x2 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x11 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x5 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x16 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x13 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x18 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -849,11 +855,11 @@ def _backward_triton(
                 g,
                 q,
                 Aqa,
-                x2,
-                x11,
+                x5,
+                x16,
                 AT,
-                x13,
-                x17,
+                x18,
+                x22,
                 Gc,
                 QL,
                 scale,
@@ -919,14 +925,14 @@ def _backward_triton(
                 do,
                 kept_S,
                 g,
-                x2,
+                x5,
                 v,
                 kept_dS,
-                x11,
+                x16,
                 AT,
-                x13,
+                x18,
                 q,
-                x17,
+                x22,
                 k,
                 Gc,
                 dq,
@@ -1006,13 +1012,13 @@ def _run(x: Tensor, over: str) -> Tensor:
     return keep.to(x.dtype) @ x
 
 
-def _edge(x: Tensor, level: int) -> Tensor:
+def _edge_of(x: Tensor, level: int) -> Tensor:
     """Pairs that level joins: rows of the second half of a block of 2^(level+1), columns of its first half."""
     r, m = _index(x)
     return ((r >> level) == (m >> level) + 1) & (((r >> level) & 1) == 1)
 
 
-def _reach(g: Tensor, level: int, before: bool) -> Tensor:
+def _reach_of(g: Tensor, level: int, before: bool) -> Tensor:
     """Decay between a row and the edge between the halves of its block; no exponent is positive for g <= 0."""
     r, m = _index(g)
     second = ((r >> level) & 1) == 1
@@ -1029,27 +1035,29 @@ def _gram(x: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor
     """sum_K x_i y_j exp(sum of g over j+1..i, or ..i-1), lower triangle, by a tree of reference rows."""
     out = torch.zeros_like(x @ y.mT) if strict else torch.diag_embed((x * y).sum(-1))
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + torch.where(_edge(g, level), (x * left) @ (y * e).mT, 0)
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + torch.where(_edge_of(g, level), (x * left) @ (y * e).mT, 0)
     return out
 
 
-def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(y) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * y
+def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of x, for a strictly lower d."""
+    out = torch.zeros_like(y)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + left * (torch.where(_edge(g, level), d, 0) @ (y * e))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + left * (torch.where(_edge_of(g, level), d, 0) @ (y * e))
     return out
 
 
-def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(x) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * x
+def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of y, for a strictly lower d."""
+    out = torch.zeros_like(x)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + e * (torch.where(_edge(g, level), d, 0).mT @ (x * left))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + e * (torch.where(_edge_of(g, level), d, 0).mT @ (x * left))
     return out
 
 
@@ -1114,20 +1122,20 @@ def _forward_torch(
     x5 = Aqa @ v
     S = state
     o_all: list[Tensor] = []
-    for n in range(NT):
-        QL_n = QL[:, n]
-        x5_n = x5[:, n]
-        Gc_n = Gc[:, n]
-        AT_n = AT[:, n]
-        v_n = v[:, n]
+    for chunk in range(NT):
+        QL_here = QL[:, chunk]
+        x5_here = x5[:, chunk]
+        Gc_here = Gc[:, chunk]
+        AT_here = AT[:, chunk]
+        v_here = v[:, chunk]
         # x4 = QL @ S
-        x4 = QL_n @ S
+        x4 = QL_here @ S
         # o = x4 + x5
-        o = x4 + x5_n
+        o = x4 + x5_here
         # x10 = AT^T @ v
-        x10 = AT_n.mT @ v_n
+        x10 = AT_here.mT @ v_here
         # S_next = (S * Gc) + x10
-        S_next = (S * Gc_n[..., :, None]) + x10
+        S_next = (S * Gc_here[..., :, None]) + x10
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1162,74 +1170,84 @@ def _backward_torch(
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in given)
     if needs & 30:
-        # x10 = scale * q
-        x10 = scale * q
+        # x13 = scale * q
+        x13 = scale * q
     if needs & 15:
-        # x7 = sum[after](g)
-        x7 = _run(g, 'after')
-        # x8 = exp(x7)
-        x8 = torch.exp(x7)
+        # x10 = sum[after](g)
+        x10 = _run(g, 'after')
+        # x11 = exp(x10)
+        x11 = torch.exp(x10)
     if needs & 13:
-        # AT = k * x8
-        AT = k * x8
-    # x27 = sum[all](g)
-    x27 = g.sum(-2)
-    # Gc = exp(x27)
-    Gc = torch.exp(x27)
-    # x3 = sum[to](g)
-    x3 = _run(g, 'to')
-    # x4 = exp(x3)
-    x4 = torch.exp(x3)
+        # AT = k * x11
+        AT = k * x11
+    # x32 = sum[all](g)
+    x32 = g.sum(-2)
+    # Gc = exp(x32)
+    Gc = torch.exp(x32)
+    # x6 = sum[to](g)
+    x6 = _run(g, 'to')
+    # x7 = exp(x6)
+    x7 = torch.exp(x6)
     if needs & 30:
-        # QL = x10 * x4
-        QL = x10 * x4
+        # QL = x13 * x7
+        QL = x13 * x7
     if needs & 11:
         # dAqa = do @ v^T
         dAqa = do @ v.mT
     if needs & 4:
-        # x13 = Aqa^T @ do
-        x13 = Aqa.mT @ do
+        # x18 = Aqa^T @ do
+        x18 = Aqa.mT @ do
     if needs & 11:
-        # x = mask(dAqa, strict=False)
-        x = torch.tril(dAqa, 0)
+        # x = mask(dAqa, strict=True)
+        x = torch.tril(dAqa, -1)
     if needs & 9:
-        # x2 = gram_dx(x, k; g, to, strict=False)
-        x2 = _gram_dx(x, k, g, False, False)
+        # x2 = gram_dx(x, k; g, to, strict=True)
+        x2 = _gram_dx(x, k, g, False)
+    if needs & 3:
+        # x3 = diagonal(dAqa)
+        x3 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 1:
+        # x5 = x2 + (x3 * k)
+        x5 = x2 + (x3[..., :, None] * k)
     if needs & 10:
-        # x11 = gram_dy(x, x10; g, to, strict=False)
-        x11 = _gram_dy(x, x10, g, False, False)
+        # x14 = gram_dy(x, x13; g, to, strict=True)
+        x14 = _gram_dy(x, x13, g, False)
+    if needs & 2:
+        # x16 = x14 + (x3 * x13)
+        x16 = x14 + (x3[..., :, None] * x13)
     if needs & 8:
-        # x17 = (x10 * x2) + -(k * x11)
-        x17 = (x10 * x2) + (-(k * x11))
-    if needs & 15:
+        # x22 = (x13 * x2) + -(k * x14)
+        x22 = (x13 * x2) + (-(k * x14))
+    if needs & 9:
         S = state
         kept_S_all: list[Tensor] = []
-        for n in range(NT):
-            Gc_n = Gc[:, n]
-            AT_n = AT[:, n]
-            v_n = v[:, n]
+        for chunk in range(NT):
+            Gc_here = Gc[:, chunk]
+            AT_here = AT[:, chunk]
+            v_here = v[:, chunk]
             kept_S_all.append(S)
-            # x30 = AT^T @ v
-            x30 = AT_n.mT @ v_n
-            # S_next = (S * Gc) + x30
-            S_next = (S * Gc_n[..., :, None]) + x30
+            # x35 = AT^T @ v
+            x35 = AT_here.mT @ v_here
+            # S_next = (S * Gc) + x35
+            S_next = (S * Gc_here[..., :, None]) + x35
             S = S_next
         end_S = S
         S = _stack(kept_S_all, v, NT, K, dtype)
-    dS = dstate
-    kept_dS_all: list[Tensor] = []
-    for n in range(NT)[::-1]:
-        Gc_n = Gc[:, n]
-        QL_n = QL[:, n]
-        do_n = do[:, n]
-        kept_dS_all.append(dS)
-        # x32 = QL^T @ do
-        x32 = QL_n.mT @ do_n
-        # dS_prev = (dS * Gc) + x32
-        dS_prev = (dS * Gc_n[..., :, None]) + x32
-        dS = dS_prev
-    end_dS = dS
-    dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 30:
+        dS = dstate
+        kept_dS_all: list[Tensor] = []
+        for chunk in range(NT)[::-1]:
+            Gc_here = Gc[:, chunk]
+            QL_here = QL[:, chunk]
+            do_here = do[:, chunk]
+            kept_dS_all.append(dS)
+            # x37 = QL^T @ do
+            x37 = QL_here.mT @ do_here
+            # dS_prev = (dS * Gc) + x37
+            dS_prev = (dS * Gc_here[..., :, None]) + x37
+            dS = dS_prev
+        end_dS = dS
+        dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1237,28 +1255,28 @@ def _backward_torch(
         # dAT = v @ dS^T
         dAT = v @ dS.mT
     if needs & 4:
-        # x12 = AT @ dS
-        x12 = AT @ dS
-        # dv = x12 + x13
-        dv = x12 + x13
+        # x17 = AT @ dS
+        x17 = AT @ dS
+        # dv = x17 + x18
+        dv = x17 + x18
     if needs & 8:
-        # x26 = dS * S
-        x26 = dS * S
-        # dGc = sum_V(x26)
-        dGc = x26.sum(-1)
+        # x31 = dS * S
+        x31 = dS * S
+        # dGc = sum_V(x31)
+        dGc = x31.sum(-1)
     if needs & 1:
-        # dq = (x2 + (dQL * x4)) * scale
-        dq = (x2 + (dQL * x4)) * scale
+        # dq = (x5 + (dQL * x7)) * scale
+        dq = (x5 + (dQL * x7)) * scale
     if needs & 2:
-        # dk = (dAT * x8) + x11
-        dk = (dAT * x8) + x11
+        # dk = (dAT * x11) + x16
+        dk = (dAT * x11) + x16
     if needs & 8:
-        # x21 = sum[from]((x17 + ((dQL * x10) * x4)))
-        x21 = _run((x17 + ((dQL * x10) * x4)), 'from')
-        # x24 = sum[before](((dAT * k) * x8))
-        x24 = _run(((dAT * k) * x8), 'before')
-        # dg = (x21 + x24) + (dGc * Gc)
-        dg = (x21 + x24) + (dGc * Gc)[..., None, :]
+        # x26 = sum[from]((x22 + ((dQL * x13) * x7)))
+        x26 = _run((x22 + ((dQL * x13) * x7)), 'from')
+        # x29 = sum[before](((dAT * k) * x11))
+        x29 = _run(((dAT * k) * x11), 'before')
+        # dg = (x26 + x29) + (dGc * Gc)
+        dg = (x26 + x29) + (dGc * Gc)[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

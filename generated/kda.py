@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program 674040d8:
+# Kimi Delta Attention, program a7f65dff:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -49,7 +49,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda"]
 
-_NAME = "kda_674040d8"
+_NAME = "kda_a7f65dff"
 
 
 def _jit(function: Any) -> Any:
@@ -219,65 +219,65 @@ def _forward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x = scale * q
     x = scale * q
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x5 = sum[to](g)
-    x5 = _sums(_keep_to(c), g, GATE_PARTS)
+    x5 = _sums(_keep_to(row), g, GATE_PARTS)
     # x6 = exp(x5)
     x6 = tl.exp(x5)
     # QL = x * x6
     QL = x * x6
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     # x11 = sum[after](g)
-    x11 = _sums(_keep_after(c), g, GATE_PARTS)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    x11 = _sums(_keep_after(row), g, GATE_PARTS)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # AT = k * exp(x11)
     AT = k * tl.exp(x11)
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
     # x14 = sum[all](g)
     x14 = tl.sum(g, 0)
     # Gc = exp(x14)
     Gc = tl.exp(x14)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     # Aqa = gram(x, k; g, to, strict=False)
     # x2 = gram(k, k; g, to, strict=True)
-    Aqa = tl.where(c[:, None] == c[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
     x2 = tl.zeros([C, C], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (x * e).to(DOT)
-        decayed_1 = (k * e).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (x * decay).to(DOT)
+        decayed_1 = (k * decay).to(DOT)
         Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
         x2 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-    _store_rows(Aqa_out + tile * C * C, Aqa, c, c, C, C, C, True)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * x2))
-    E = _inverse((beta[:, None] * x2), c, LEVELS, SOLVE)
+    E = _inverse((beta[:, None] * x2), row, LEVELS, SOLVE)
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, c, c, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # W = E @ ((beta * k) * x6)
     W = _dot(E, ((beta[:, None] * k) * x6), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # U = E @ (beta * v)
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -314,49 +314,49 @@ def _forward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x7 = W @ S
         x7 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x7
         Vnew = U + (-x7)
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x9 = Aqa @ Vnew
         x9 = _dot(Aqa, Vnew, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x10 = QL @ S
         x10 = _dot(QL, S, DOT, PRECISION)
         # o = x9 + x10
         o = x9 + x10
         if NEED & 1:
-            _store_rows(o_out + ((b * T + t0) * HV + hv) * V, o, c, vs, HV * V, T - t0, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x13 = AT^T @ Vnew
         x13 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x13 + (S * Gc)
         S_next = x13 + (S * Gc[:, None])
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def _backward_prepare(
     U_out,
     W_out,
     AT_out,
-    x15_out,
+    x18_out,
     Gc_out,
     QL_out,
     scale,
@@ -399,53 +399,53 @@ def _backward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x = sum[to](g)
-    x = _sums(_keep_to(c), g, GATE_PARTS)
+    x = _sums(_keep_to(row), g, GATE_PARTS)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # W = E @ ((beta * k) * x2)
     W = _dot(E, ((beta[:, None] * k) * x2), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
-    # x11 = sum[after](g)
-    x11 = _sums(_keep_after(c), g, GATE_PARTS)
-    # AT = k * exp(x11)
-    AT = k * tl.exp(x11)
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    # x48 = sum[all](g)
-    x48 = tl.sum(g, 0)
-    # Gc = exp(x48)
-    Gc = tl.exp(x48)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    # x14 = sum[after](g)
+    x14 = _sums(_keep_after(row), g, GATE_PARTS)
+    # AT = k * exp(x14)
+    AT = k * tl.exp(x14)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    # x53 = sum[all](g)
+    x53 = tl.sum(g, 0)
+    # Gc = exp(x53)
+    Gc = tl.exp(x53)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # QL = (scale * q) * x2
     QL = (scale * q) * x2
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # U = E @ (beta * v)
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, c, vs, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x15 = Aqa^T @ do
-        x15 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x15_out + tile * C * V, x15, c, vs, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x18 = Aqa^T @ do
+        x18 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x18_out + tile * C * V, x18, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -481,47 +481,47 @@ def _backward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, S, ks, vs, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x6 = W @ S
         x6 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x6
         Vnew = U + (-x6)
-        _store_rows(Vnew_out + tile * C * V, Vnew, c, vs, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x58 = AT^T @ Vnew
-        x58 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # S_next = x58 + (S * Gc)
-        S_next = x58 + (S * Gc[:, None])
+        _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x63 = AT^T @ Vnew
+        x63 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # S_next = x63 + (S * Gc)
+        S_next = x63 + (S * Gc[:, None])
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x15_ptr,
+    x18_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
@@ -553,45 +553,45 @@ def _backward_reverse(
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        dS = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = NT - 1 - i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, dS, ks, vs, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x14 = AT @ dS
-        x14 = _dot(AT, dS, DOT, PRECISION)
-        x15 = _load_rows(x15_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # dVnew = x14 + x15
-        dVnew = x14 + x15
-        _store_rows(dVnew_out + tile * C * V, dVnew, c, vs, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x61 = QL^T @ do
-        x61 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x63 = W^T @ dVnew
-        x63 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x61) + -x63
-        dS_prev = ((dS * Gc[:, None]) + x61) + (-x63)
+    for step in range(NT):
+        chunk = NT - 1 - step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x17 = AT @ dS
+        x17 = _dot(AT, dS, DOT, PRECISION)
+        x18 = _load_rows(x18_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x17 + x18
+        dVnew = x17 + x18
+        _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x66 = QL^T @ do
+        x66 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x68 = W^T @ dVnew
+        x68 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dS_prev = ((dS * Gc) + x66) + -x68
+        dS_prev = ((dS * Gc[:, None]) + x66) + (-x68)
         dS = dS_prev
     if FINAL:
-        _store_rows(final_out + row * K * V, dS, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -607,11 +607,11 @@ def _backward_finish(
     dQL_out,
     dAqa_out,
     dAT_out,
-    x17_out,
-    x22_out,
+    x20_out,
+    x25_out,
     dv_out,
     dGc_out,
-    x55_out,
+    x60_out,
     scale,
     T,
     NT,
@@ -632,65 +632,65 @@ def _backward_finish(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    x17 = tl.zeros([C, C, ], tl.float32)
-    x22 = tl.zeros([C, BK, ], tl.float32)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    x20 = tl.zeros([C, C, ], tl.float32)
+    x25 = tl.zeros([C, BK, ], tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
-    x55 = tl.zeros([C, ], tl.float32)
+    x60 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        S = _load_rows(S_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        Vnew = _load_rows(Vnew_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ Vnew^T
         dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
-        dS = _load_rows(dS_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = Vnew @ dS^T
         dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
-        dVnew = _load_rows(dVnew_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x16 = E^T @ dVnew
-        x16 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x17 = x16 @ Vnew^T
-        x17 += _dot(x16, tl.trans(Vnew), DOT, PRECISION)
-        # x22 = x16 @ S^T
-        x22 += _dot(x16, tl.trans(S), DOT, PRECISION)
-        # dv = x16 * beta
-        dv = x16 * beta[:, None]
+        dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x19 = E^T @ dVnew
+        x19 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x20 = x19 @ Vnew^T
+        x20 += _dot(x19, tl.trans(Vnew), DOT, PRECISION)
+        # x25 = x19 @ S^T
+        x25 += _dot(x19, tl.trans(S), DOT, PRECISION)
+        # dv = x19 * beta
+        dv = x19 * beta[:, None]
         if NEED & 4:
-            _store_rows(dv_out + ((b * T + t0) * HV + hv) * V, dv, c, vs, HV * V, T - t0, V, V % BV == 0)
-        # x47 = dS * S
-        x47 = dS * S
-        # dGc = sum_V(x47)
-        dGc += tl.sum(x47, 1)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x54 = x16 * v
-        x54 = x16 * v
-        # x55 = sum_V(x54)
-        x55 += tl.sum(x54, 1)
-    _store_rows(dQL_out + tile * C * K, dQL, c, ks, K, C, K, K == BK)
-    _store_rows(dAqa_out + tile * C * C, dAqa, c, c, C, C, C, True)
-    _store_rows(dAT_out + tile * C * K, dAT, c, ks, K, C, K, K == BK)
-    _store_rows(x17_out + tile * C * C, x17, c, c, C, C, C, True)
-    _store_rows(x22_out + tile * C * K, x22, c, ks, K, C, K, K == BK)
-    tl.store(dGc_out + tile * K + ks, dGc, mask=ks < K)
-    tl.store(x55_out + tile * C + c, x55, mask=c < C)
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        # x52 = dS * S
+        x52 = dS * S
+        # dGc = sum_V(x52)
+        dGc += tl.sum(x52, 1)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x59 = x19 * v
+        x59 = x19 * v
+        # x60 = sum_V(x59)
+        x60 += tl.sum(x59, 1)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K == BK)
+    _store_rows(x20_out + tile * C * C, x20, row, row, C, C, C, True)
+    _store_rows(x25_out + tile * C * K, x25, row, col_k, K, C, K, K == BK)
+    tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
+    tl.store(x60_out + tile * C + row, x60, mask=row < C)
 
 
 @_jit
@@ -700,13 +700,13 @@ def _backward_finish_1(
     dAqa_ptr,
     k_ptr,
     dAT_ptr,
-    x17_ptr,
+    x20_ptr,
     beta_ptr,
-    x22_ptr,
+    x25_ptr,
     q_ptr,
     dGc_ptr,
     Gc_ptr,
-    x55_ptr,
+    x60_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -731,88 +731,90 @@ def _backward_finish_1(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x = sum[to](g)
-    x = _sums(_keep_to(c), g, GATE_PARTS)
+    x = _sums(_keep_to(row), g, GATE_PARTS)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, c, c, C, C, C, True)
-    # x8 = mask(dAqa, strict=False)
-    x8 = tl.where(_keep_to(c), dAqa, 0.0)
-    # x11 = sum[after](g)
-    x11 = _sums(_keep_after(c), g, GATE_PARTS)
-    # x12 = exp(x11)
-    x12 = tl.exp(x11)
-    x17 = _load_rows(x17_ptr + tile * C * C, c, c, C, C, C, True)
-    # x18 = mask(x17, strict=True)
-    x18 = tl.where(_keep_before(c), x17, 0.0)
-    beta = tl.load(beta_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
+    # x8 = mask(dAqa, strict=True)
+    x8 = tl.where(_keep_before(row), dAqa, 0.0)
+    # x10 = diagonal(dAqa)
+    x10 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    # x14 = sum[after](g)
+    x14 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x15 = exp(x14)
+    x15 = tl.exp(x14)
+    x20 = _load_rows(x20_ptr + tile * C * C, row, row, C, C, C, True)
+    # x21 = mask(x20, strict=True)
+    x21 = tl.where(_keep_before(row), x20, 0.0)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x5 = beta * k
     x5 = beta[:, None] * k
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x30 = scale * q
-    x30 = scale * q
-    dAT = _load_rows(dAT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # x53 = sum[before](((dAT * k) * x12))
-    x53 = _sums(_keep_before(c), ((dAT * k) * x12), SUM_PARTS)
-    # x9 = gram_dx(x8, k; g, to, strict=False)
-    # x25 = gram_dx(x18, k; g, to, strict=True)
-    # x19 = gram_dy(x18, x5; g, to, strict=True)
-    # x31 = gram_dy(x8, x30; g, to, strict=False)
-    x9 = tl.sum(tl.where(c[:, None] == c[None, :], x8, 0.0), 1)[:, None] * k
-    x25 = tl.zeros([C, BK], tl.float32)
-    x19 = tl.zeros([C, BK], tl.float32)
-    x31 = tl.sum(tl.where(c[:, None] == c[None, :], x8, 0.0), 1)[:, None] * x30
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x33 = scale * q
+    x33 = scale * q
+    dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # x58 = sum[before](((dAT * k) * x15))
+    x58 = _sums(_keep_before(row), ((dAT * k) * x15), SUM_PARTS)
+    # x9 = gram_dx(x8, k; g, to, strict=True)
+    # x28 = gram_dx(x21, k; g, to, strict=True)
+    # x22 = gram_dy(x21, x5; g, to, strict=True)
+    # x34 = gram_dy(x8, x33; g, to, strict=True)
+    x9 = tl.zeros([C, BK], tl.float32)
+    x28 = tl.zeros([C, BK], tl.float32)
+    x22 = tl.zeros([C, BK], tl.float32)
+    x34 = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (k * e).to(DOT)
-        decayed_1 = (x5 * e).to(DOT)
-        decayed_2 = (x30 * e).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (k * decay).to(DOT)
+        decayed_1 = (x5 * decay).to(DOT)
+        decayed_2 = (x33 * decay).to(DOT)
         d_0 = tl.where(edge, x8, 0.0).to(DOT)
-        d_1 = tl.where(edge, x18, 0.0).to(DOT)
-        x9 += e * _dot(d_0, decayed_0, DOT, PRECISION)
-        x25 += e * _dot(d_1, decayed_0, DOT, PRECISION)
-        x19 += e * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x31 += e * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
-    dQL = _load_rows(dQL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dq = ((dQL * x2) + x9) * scale
-    dq = ((dQL * x2) + x9) * scale
+        d_1 = tl.where(edge, x21, 0.0).to(DOT)
+        x9 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x28 += decay * _dot(d_1, decayed_0, DOT, PRECISION)
+        x22 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
+        x34 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
+    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dq = ((dQL * x2) + (x9 + (x10 * k))) * scale
+    dq = ((dQL * x2) + (x9 + (x10[:, None] * k))) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((b * T + t0) * HV + hv) * K, dq, c, ks, HV * K, T - t0, K, K == BK)
-    x22 = _load_rows(x22_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # x27 = -(x22 * x2) + -x25
-    x27 = (-(x22 * x2)) + (-x25)
-    # dk = (((dAT * x12) + -x19) + (x27 * beta)) + x31
-    dk = (((dAT * x12) + (-x19)) + (x27 * beta[:, None])) + x31
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
+    x25 = _load_rows(x25_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # x30 = -(x25 * x2) + -x28
+    x30 = (-(x25 * x2)) + (-x28)
+    # dk = (((dAT * x15) + -x22) + (x30 * beta)) + (x34 + (x10 * x33))
+    dk = (((dAT * x15) + (-x22)) + (x30 * beta[:, None])) + (x34 + (x10[:, None] * x33))
     if NEED & 2:
-        _store_rows(dk_out + ((b * T + t0) * HV + hv) * K, dk, c, ks, HV * K, T - t0, K, K == BK)
-    # x46 = sum[from](((((k * (x19 + -x31)) + (((dQL * x30) + -(x22 * x5)) * x2)) + (x30 * x9)) + -(x5 * x25)))
-    x46 = _sums(_keep_from(c), ((((k * (x19 + (-x31))) + (((dQL * x30) + (-(x22 * x5))) * x2)) + (x30 * x9)) + (-(x5 * x25))), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    # dg = (x46 + (dGc * Gc)) + x53
-    dg = (x46 + (dGc * Gc)[None, :]) + x53
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
+    # x51 = sum[from](((((k * (x22 + -x34)) + (((dQL * x33) + -(x25 * x5)) * x2)) + (x33 * x9)) + -(x5 * x28)))
+    x51 = _sums(_keep_from(row), ((((k * (x22 + (-x34))) + (((dQL * x33) + (-(x25 * x5))) * x2)) + (x33 * x9)) + (-(x5 * x28))), SUM_PARTS)
+    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # dg = (x51 + (dGc * Gc)) + x58
+    dg = (x51 + (dGc * Gc)[None, :]) + x58
     if NEED & 8:
-        _store_rows(dg_out + ((b * T + t0) * HV + hv) * K, dg, c, ks, HV * K, T - t0, K, K == BK)
-    # x57 = sum_K((x27 * k))
-    x57 = tl.sum((x27 * k), 1)
-    x55 = tl.load(x55_ptr + tile * C + c, mask=c < C, other=0.0)
-    # dbeta = x55 + x57
-    dbeta = x55 + x57
+        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
+    # x62 = sum_K((x30 * k))
+    x62 = tl.sum((x30 * k), 1)
+    x60 = tl.load(x60_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x60 + x62
+    dbeta = x60 + x62
     if NEED & 16:
-        tl.store(dbeta_out + ((b * T + t0) * HV + hv) + c * HV, dbeta, mask=in_c)
+        tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -995,7 +997,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x15 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x18 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1012,7 +1014,7 @@ def _backward_triton(
                 U,
                 W,
                 AT,
-                x15,
+                x18,
                 Gc,
                 QL,
                 scale,
@@ -1058,7 +1060,7 @@ def _backward_triton(
                 _backward_reverse,
                 B * HV * -(-V // own["reverse"]["BV"]),
                 AT,
-                x15,
+                x18,
                 Gc,
                 QL,
                 do,
@@ -1083,10 +1085,10 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x17 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x20 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x25 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x55 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x60 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1101,11 +1103,11 @@ def _backward_triton(
                 dQL,
                 dAqa,
                 dAT,
-                x17,
-                x22,
+                x20,
+                x25,
                 dv,
                 dGc,
-                x55,
+                x60,
                 scale,
                 T,
                 NT,
@@ -1125,13 +1127,13 @@ def _backward_triton(
                 dAqa,
                 k,
                 dAT,
-                x17,
+                x20,
                 beta,
-                x22,
+                x25,
                 q,
                 dGc,
                 Gc,
-                x55,
+                x60,
                 dq,
                 dk,
                 dg,
@@ -1209,13 +1211,13 @@ def _run(x: Tensor, over: str) -> Tensor:
     return keep.to(x.dtype) @ x
 
 
-def _edge(x: Tensor, level: int) -> Tensor:
+def _edge_of(x: Tensor, level: int) -> Tensor:
     """Pairs that level joins: rows of the second half of a block of 2^(level+1), columns of its first half."""
     r, m = _index(x)
     return ((r >> level) == (m >> level) + 1) & (((r >> level) & 1) == 1)
 
 
-def _reach(g: Tensor, level: int, before: bool) -> Tensor:
+def _reach_of(g: Tensor, level: int, before: bool) -> Tensor:
     """Decay between a row and the edge between the halves of its block; no exponent is positive for g <= 0."""
     r, m = _index(g)
     second = ((r >> level) & 1) == 1
@@ -1232,27 +1234,29 @@ def _gram(x: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor
     """sum_K x_i y_j exp(sum of g over j+1..i, or ..i-1), lower triangle, by a tree of reference rows."""
     out = torch.zeros_like(x @ y.mT) if strict else torch.diag_embed((x * y).sum(-1))
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + torch.where(_edge(g, level), (x * left) @ (y * e).mT, 0)
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + torch.where(_edge_of(g, level), (x * left) @ (y * e).mT, 0)
     return out
 
 
-def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(y) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * y
+def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of x, for a strictly lower d."""
+    out = torch.zeros_like(y)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + left * (torch.where(_edge(g, level), d, 0) @ (y * e))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + left * (torch.where(_edge_of(g, level), d, 0) @ (y * e))
     return out
 
 
-def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(x) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * x
+def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of y, for a strictly lower d."""
+    out = torch.zeros_like(x)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + e * (torch.where(_edge(g, level), d, 0).mT @ (x * left))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + e * (torch.where(_edge_of(g, level), d, 0).mT @ (x * left))
     return out
 
 
@@ -1326,27 +1330,27 @@ def _forward_torch(
     U = E @ (beta[..., :, None] * v)
     S = state
     o_all: list[Tensor] = []
-    for n in range(NT):
-        W_n = W[:, n]
-        U_n = U[:, n]
-        Aqa_n = Aqa[:, n]
-        QL_n = QL[:, n]
-        AT_n = AT[:, n]
-        Gc_n = Gc[:, n]
+    for chunk in range(NT):
+        W_here = W[:, chunk]
+        U_here = U[:, chunk]
+        Aqa_here = Aqa[:, chunk]
+        QL_here = QL[:, chunk]
+        AT_here = AT[:, chunk]
+        Gc_here = Gc[:, chunk]
         # x7 = W @ S
-        x7 = W_n @ S
+        x7 = W_here @ S
         # Vnew = U + -x7
-        Vnew = U_n + (-x7)
+        Vnew = U_here + (-x7)
         # x9 = Aqa @ Vnew
-        x9 = Aqa_n @ Vnew
+        x9 = Aqa_here @ Vnew
         # x10 = QL @ S
-        x10 = QL_n @ S
+        x10 = QL_here @ S
         # o = x9 + x10
         o = x9 + x10
         # x13 = AT^T @ Vnew
-        x13 = AT_n.mT @ Vnew
+        x13 = AT_here.mT @ Vnew
         # S_next = x13 + (S * Gc)
-        S_next = x13 + (S * Gc_n[..., :, None])
+        S_next = x13 + (S * Gc_here[..., :, None])
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1390,76 +1394,77 @@ def _backward_torch(
     x2 = torch.exp(x)
     # W = E @ (x5 * x2)
     W = E @ (x5 * x2)
-    # x11 = sum[after](g)
-    x11 = _run(g, 'after')
-    # x12 = exp(x11)
-    x12 = torch.exp(x11)
-    # AT = k * x12
-    AT = k * x12
-    # x48 = sum[all](g)
-    x48 = g.sum(-2)
-    # Gc = exp(x48)
-    Gc = torch.exp(x48)
+    # x14 = sum[after](g)
+    x14 = _run(g, 'after')
+    # x15 = exp(x14)
+    x15 = torch.exp(x14)
+    # AT = k * x15
+    AT = k * x15
+    # x53 = sum[all](g)
+    x53 = g.sum(-2)
+    # Gc = exp(x53)
+    Gc = torch.exp(x53)
     if needs & 62:
-        # x30 = scale * q
-        x30 = scale * q
-        # QL = x30 * x2
-        QL = x30 * x2
+        # x33 = scale * q
+        x33 = scale * q
+        # QL = x33 * x2
+        QL = x33 * x2
     if needs & 27:
         # U = E @ (beta * v)
         U = E @ (beta[..., :, None] * v)
     if needs & 62:
-        # x15 = Aqa^T @ do
-        x15 = Aqa.mT @ do
-    if needs & 31:
+        # x18 = Aqa^T @ do
+        x18 = Aqa.mT @ do
+    if needs & 27:
         S = state
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
-        for n in range(NT):
-            W_n = W[:, n]
-            U_n = U[:, n]
-            AT_n = AT[:, n]
-            Gc_n = Gc[:, n]
+        for chunk in range(NT):
+            W_here = W[:, chunk]
+            U_here = U[:, chunk]
+            AT_here = AT[:, chunk]
+            Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
             # x6 = W @ S
-            x6 = W_n @ S
+            x6 = W_here @ S
             # Vnew = U + -x6
-            Vnew = U_n + (-x6)
-            # x58 = AT^T @ Vnew
-            x58 = AT_n.mT @ Vnew
-            # S_next = x58 + (S * Gc)
-            S_next = x58 + (S * Gc_n[..., :, None])
+            Vnew = U_here + (-x6)
+            # x63 = AT^T @ Vnew
+            x63 = AT_here.mT @ Vnew
+            # S_next = x63 + (S * Gc)
+            S_next = x63 + (S * Gc_here[..., :, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
         Vnew = _stack(Vnew_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
-    dS = dstate
-    dVnew_all: list[Tensor] = []
-    kept_dS_all: list[Tensor] = []
-    for n in range(NT)[::-1]:
-        AT_n = AT[:, n]
-        x15_n = x15[:, n]
-        Gc_n = Gc[:, n]
-        QL_n = QL[:, n]
-        do_n = do[:, n]
-        W_n = W[:, n]
-        kept_dS_all.append(dS)
-        # x14 = AT @ dS
-        x14 = AT_n @ dS
-        # dVnew = x14 + x15
-        dVnew = x14 + x15_n
-        # x61 = QL^T @ do
-        x61 = QL_n.mT @ do_n
-        # x63 = W^T @ dVnew
-        x63 = W_n.mT @ dVnew
-        # dS_prev = ((dS * Gc) + x61) + -x63
-        dS_prev = ((dS * Gc_n[..., :, None]) + x61) + (-x63)
-        dVnew_all.append(dVnew)
-        dS = dS_prev
-    end_dS = dS
-    dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
-    dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 62:
+        dS = dstate
+        dVnew_all: list[Tensor] = []
+        kept_dS_all: list[Tensor] = []
+        for chunk in range(NT)[::-1]:
+            AT_here = AT[:, chunk]
+            x18_here = x18[:, chunk]
+            Gc_here = Gc[:, chunk]
+            QL_here = QL[:, chunk]
+            do_here = do[:, chunk]
+            W_here = W[:, chunk]
+            kept_dS_all.append(dS)
+            # x17 = AT @ dS
+            x17 = AT_here @ dS
+            # dVnew = x17 + x18
+            dVnew = x17 + x18_here
+            # x66 = QL^T @ do
+            x66 = QL_here.mT @ do_here
+            # x68 = W^T @ dVnew
+            x68 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x66) + -x68
+            dS_prev = ((dS * Gc_here[..., :, None]) + x66) + (-x68)
+            dVnew_all.append(dVnew)
+            dS = dS_prev
+        end_dS = dS
+        dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
+        dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1470,65 +1475,68 @@ def _backward_torch(
         # dAT = Vnew @ dS^T
         dAT = Vnew @ dS.mT
     if needs & 30:
-        # x16 = E^T @ dVnew
-        x16 = E.mT @ dVnew
+        # x19 = E^T @ dVnew
+        x19 = E.mT @ dVnew
     if needs & 26:
-        # x17 = x16 @ Vnew^T
-        x17 = x16 @ Vnew.mT
-        # x22 = x16 @ S^T
-        x22 = x16 @ S.mT
+        # x20 = x19 @ Vnew^T
+        x20 = x19 @ Vnew.mT
+        # x25 = x19 @ S^T
+        x25 = x19 @ S.mT
     if needs & 4:
-        # dv = x16 * beta
-        dv = x16 * beta[..., :, None]
+        # dv = x19 * beta
+        dv = x19 * beta[..., :, None]
     if needs & 8:
-        # x47 = dS * S
-        x47 = dS * S
-        # dGc = sum_V(x47)
-        dGc = x47.sum(-1)
+        # x52 = dS * S
+        x52 = dS * S
+        # dGc = sum_V(x52)
+        dGc = x52.sum(-1)
     if needs & 16:
-        # x54 = x16 * v
-        x54 = x16 * v
-        # x55 = sum_V(x54)
-        x55 = x54.sum(-1)
+        # x59 = x19 * v
+        x59 = x19 * v
+        # x60 = sum_V(x59)
+        x60 = x59.sum(-1)
     if needs & 11:
-        # x8 = mask(dAqa, strict=False)
-        x8 = torch.tril(dAqa, 0)
+        # x8 = mask(dAqa, strict=True)
+        x8 = torch.tril(dAqa, -1)
     if needs & 9:
-        # x9 = gram_dx(x8, k; g, to, strict=False)
-        x9 = _gram_dx(x8, k, g, False, False)
+        # x9 = gram_dx(x8, k; g, to, strict=True)
+        x9 = _gram_dx(x8, k, g, False)
+    if needs & 3:
+        # x10 = diagonal(dAqa)
+        x10 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 1:
-        # dq = ((dQL * x2) + x9) * scale
-        dq = ((dQL * x2) + x9) * scale
+        # dq = ((dQL * x2) + (x9 + (x10 * k))) * scale
+        dq = ((dQL * x2) + (x9 + (x10[..., :, None] * k))) * scale
     if needs & 26:
-        # x18 = mask(x17, strict=True)
-        x18 = torch.tril(x17, -1)
+        # x21 = mask(x20, strict=True)
+        x21 = torch.tril(x20, -1)
     if needs & 10:
-        # x19 = gram_dy(x18, x5; g, to, strict=True)
-        x19 = _gram_dy(x18, x5, g, False, True)
+        # x22 = gram_dy(x21, x5; g, to, strict=True)
+        x22 = _gram_dy(x21, x5, g, False)
     if needs & 26:
-        # x25 = gram_dx(x18, k; g, to, strict=True)
-        x25 = _gram_dx(x18, k, g, False, True)
+        # x28 = gram_dx(x21, k; g, to, strict=True)
+        x28 = _gram_dx(x21, k, g, False)
     if needs & 18:
-        # x27 = -(x22 * x2) + -x25
-        x27 = (-(x22 * x2)) + (-x25)
+        # x30 = -(x25 * x2) + -x28
+        x30 = (-(x25 * x2)) + (-x28)
     if needs & 10:
-        # x31 = gram_dy(x8, x30; g, to, strict=False)
-        x31 = _gram_dy(x8, x30, g, False, False)
+        # x34 = gram_dy(x8, x33; g, to, strict=True)
+        x34 = _gram_dy(x8, x33, g, False)
     if needs & 2:
-        # dk = (((dAT * x12) + -x19) + (x27 * beta)) + x31
-        dk = (((dAT * x12) + (-x19)) + (x27 * beta[..., :, None])) + x31
+        # dk = (((dAT * x15) + -x22) + (x30 * beta)) + (x34 + (x10 * x33))
+        dk = (((dAT * x15) + (-x22)) + (x30 * beta[..., :, None])) + (x34 + (x10[..., :, None] * x33))
     if needs & 8:
-        # x46 = sum[from](((((k * (x19 + -x31)) + (((dQL * x30) + -(x22 * x5)) * x2)) + (x30 * x9)) + -(x5 * x25)))
-        x46 = _run(((((k * (x19 + (-x31))) + (((dQL * x30) + (-(x22 * x5))) * x2)) + (x30 * x9)) + (-(x5 * x25))), 'from')
-        # x53 = sum[before](((dAT * k) * x12))
-        x53 = _run(((dAT * k) * x12), 'before')
-        # dg = (x46 + (dGc * Gc)) + x53
-        dg = (x46 + (dGc * Gc)[..., None, :]) + x53
+        # x51 = sum[from](((((k * (x22 + -x34)) + (((dQL * x33) + -(x25 * x5)) * x2)) + (x33 * x9)) + -(x5 * x28)))
+        x51 = _run(((((k * (x22 + (-x34))) + (((dQL * x33) + (-(x25 * x5))) * x2)) + (x33 * x9)) + (-(x5 * x28))), 'from')
+        # x58 = sum[before](((dAT * k) * x15))
+        x58 = _run(((dAT * k) * x15), 'before')
+        # dg = (x51 + (dGc * Gc)) + x58
+        dg = (x51 + (dGc * Gc)[..., None, :]) + x58
     if needs & 16:
-        # x57 = sum_K((x27 * k))
-        x57 = (x27 * k).sum(-1)
-        # dbeta = x55 + x57
-        dbeta = x55 + x57
+        # x62 = sum_K((x30 * k))
+        x62 = (x30 * k).sum(-1)
+        # dbeta = x60 + x62
+        dbeta = x60 + x62
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

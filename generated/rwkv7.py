@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 591038db:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program f084ed6f:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -49,7 +49,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7"]
 
-_NAME = "rwkv7_591038db"
+_NAME = "rwkv7_f084ed6f"
 
 
 def _jit(function: Any) -> Any:
@@ -224,91 +224,91 @@ def _forward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x = scale * q
     x = scale * q
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x2 = sum[to](g)
-    x2 = _sums(_keep_to(c), g, GATE_PARTS)
+    x2 = _sums(_keep_to(row), g, GATE_PARTS)
     # QL = x * exp(x2)
     QL = x * tl.exp(x2)
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     # x10 = sum[before](g)
-    x10 = _sums(_keep_before(c), g, GATE_PARTS)
+    x10 = _sums(_keep_before(row), g, GATE_PARTS)
     # x18 = sum[all](g)
     x18 = tl.sum(g, 0)
     # Gc = exp(x18)
     Gc = tl.exp(x18)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     # x20 = sum[after](g)
-    x20 = _sums(_keep_after(c), g, GATE_PARTS)
+    x20 = _sums(_keep_after(row), g, GATE_PARTS)
     # x21 = exp(x20)
     x21 = tl.exp(x20)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # KT = k * x21
     KT = k * x21
-    _store_rows(KT_out + tile * C * K, KT, c, ks, K, C, K, K == BK)
-    b = _load_rows(b_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
+    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # AT = b * x21
     AT = b * x21
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    a = _load_rows(a_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # Aqk = gram(x, k; g, to, strict=False)
     # Aqa = gram(x, b; g, to, strict=False)
     # x7 = gram(a, b; g, before, strict=True)
     # M3 = gram(a, k; g, before, strict=True)
-    Aqk = tl.where(c[:, None] == c[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    Aqa = tl.where(c[:, None] == c[None, :], tl.sum(x * b, 1)[:, None], 0.0)
+    Aqk = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * b, 1)[:, None], 0.0)
     x7 = tl.zeros([C, C], tl.float32)
     M3 = tl.zeros([C, C], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        e_before = tl.exp(_sums(_reach(c, level, True), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (x * e).to(DOT)
-        decayed_1 = (k * e).to(DOT)
-        decayed_2 = (b * e).to(DOT)
-        decayed_3 = (a * e_before).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (x * decay).to(DOT)
+        decayed_1 = (k * decay).to(DOT)
+        decayed_2 = (b * decay).to(DOT)
+        decayed_3 = (a * decay_before).to(DOT)
         Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
         Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         x7 += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         M3 += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
     if SAVE:
-        _store_rows(Aqk_out + tile * C * C, Aqk, c, c, C, C, C, True)
-    _store_rows(Aqa_out + tile * C * C, Aqa, c, c, C, C, C, True)
+        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     if SAVE:
-        _store_rows(M3_out + tile * C * C, M3, c, c, C, C, C, True)
+        _store_rows(M3_out + tile * C * C, M3, row, row, C, C, C, True)
     # E = inverse(-x7)
-    E = _inverse((-x7), c, LEVELS, SOLVE)
+    E = _inverse((-x7), row, LEVELS, SOLVE)
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, c, c, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # W = E @ (a * exp(x10))
     W = _dot(E, (a * tl.exp(x10)), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x5 = Aqk @ v
         x5 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, c, vs, V, C, V, V % BV == 0)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         # x8 = M3 @ v
         x8 = _dot(M3, v, DOT, PRECISION)
         # U = E @ x8
         U = _dot(E, x8, DOT, PRECISION)
         # x9 = -U
         x9 = -U
-        _store_rows(x9_out + tile * C * V, x9, c, vs, V, C, V, V % BV == 0)
+        _store_rows(x9_out + tile * C * V, x9, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -348,54 +348,54 @@ def _forward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x13 = W @ S
         x13 = _dot(W, S, DOT, PRECISION)
-        x9 = _load_rows(x9_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        x9 = _load_rows(x9_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x15 = x9 + -x13
         x15 = x9 + (-x13)
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x16 = Aqa @ x15
         x16 = _dot(Aqa, x15, DOT, PRECISION)
-        x5 = _load_rows(x5_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + -x16
         o = (x4 + x5) + (-x16)
         if NEED & 1:
-            _store_rows(o_out + ((b * T + t0) * HV + hv) * V, o, c, vs, HV * V, T - t0, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x22 = KT^T @ v
         x22 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x24 = AT^T @ x15
         x24 = _dot(tl.trans(AT), x15, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x22) + -x24
         S_next = ((S * Gc[:, None]) + x22) + (-x24)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -417,14 +417,15 @@ def _backward_prepare(
     Aqk_ptr,
     x2_out,
     W_out,
-    x14_out,
+    x17_out,
+    x20_out,
     AT_out,
-    x26_out,
-    x35_out,
+    x32_out,
+    x43_out,
     KT_out,
     U2_out,
-    x40_out,
-    x59_out,
+    x48_out,
+    x69_out,
     Gc_out,
     QL_out,
     scale,
@@ -447,97 +448,104 @@ def _backward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
     # x3 = sum[before](g)
-    x3 = _sums(_keep_before(c), g, GATE_PARTS)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    a = _load_rows(a_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    x3 = _sums(_keep_before(row), g, GATE_PARTS)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # W = E @ (a * exp(x3))
     W = _dot(E, (a * tl.exp(x3)), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, c, ks, K, C, K, K == BK)
-    # x20 = sum[after](g)
-    x20 = _sums(_keep_after(c), g, GATE_PARTS)
-    # x21 = exp(x20)
-    x21 = tl.exp(x20)
-    b = _load_rows(b_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # AT = b * x21
-    AT = b * x21
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x34 = scale * q
-    x34 = scale * q
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # KT = k * x21
-    KT = k * x21
-    _store_rows(KT_out + tile * C * K, KT, c, ks, K, C, K, K == BK)
-    M3 = _load_rows(M3_ptr + tile * C * C, c, c, C, C, C, True)
+    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    # x26 = sum[after](g)
+    x26 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x27 = exp(x26)
+    x27 = tl.exp(x26)
+    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # AT = b * x27
+    AT = b * x27
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x40 = scale * q
+    x40 = scale * q
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # KT = k * x27
+    KT = k * x27
+    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
+    M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ M3
     U2 = _dot(E, M3, DOT, PRECISION)
-    _store_rows(U2_out + tile * C * C, U2, c, c, C, C, C, True)
-    # x87 = sum[all](g)
-    x87 = tl.sum(g, 0)
-    # Gc = exp(x87)
-    Gc = tl.exp(x87)
-    tl.store(Gc_out + tile * K + ks, Gc, mask=ks < K)
-    # x16 = sum[to](g)
-    x16 = _sums(_keep_to(c), g, GATE_PARTS)
-    # QL = x34 * exp(x16)
-    QL = x34 * tl.exp(x16)
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
+    # x97 = sum[all](g)
+    x97 = tl.sum(g, 0)
+    # Gc = exp(x97)
+    Gc = tl.exp(x97)
+    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+    # x22 = sum[to](g)
+    x22 = _sums(_keep_to(row), g, GATE_PARTS)
+    # QL = x40 * exp(x22)
+    QL = x40 * tl.exp(x22)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     dAqk = tl.zeros([C, C, ], tl.float32)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
-    Aqk = _load_rows(Aqk_ptr + tile * C * C, c, c, C, C, C, True)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x = M3 @ v
         x = _dot(M3, v, DOT, PRECISION)
         # U = E @ x
         U = _dot(E, x, DOT, PRECISION)
         # x2 = -U
         x2 = -U
-        _store_rows(x2_out + tile * C * V, x2, c, vs, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        _store_rows(x2_out + tile * C * V, x2, row, col_v, V, C, V, V % BV == 0)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x25 = Aqa^T @ do
-        x25 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x26 = -x25
-        x26 = -x25
-        _store_rows(x26_out + tile * C * V, x26, c, vs, V, C, V, V % BV == 0)
-        # x40 = Aqk^T @ do
-        x40 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x40_out + tile * C * V, x40, c, vs, V, C, V, V % BV == 0)
-    # x13 = mask(dAqk, strict=False)
-    x13 = tl.where(_keep_to(c), dAqk, 0.0)
-    # x14 = gram_dx(x13, k; g, to, strict=False)
-    # x35 = gram_dy(x13, x34; g, to, strict=False)
-    x14 = tl.sum(tl.where(c[:, None] == c[None, :], x13, 0.0), 1)[:, None] * k
-    x35 = tl.sum(tl.where(c[:, None] == c[None, :], x13, 0.0), 1)[:, None] * x34
+        # x31 = Aqa^T @ do
+        x31 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x32 = -x31
+        x32 = -x31
+        _store_rows(x32_out + tile * C * V, x32, row, col_v, V, C, V, V % BV == 0)
+        # x48 = Aqk^T @ do
+        x48 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x48_out + tile * C * V, x48, row, col_v, V, C, V, V % BV == 0)
+    # x16 = mask(dAqk, strict=True)
+    x16 = tl.where(_keep_before(row), dAqk, 0.0)
+    # x18 = diagonal(dAqk)
+    x18 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x17 = gram_dx(x16, k; g, to, strict=True)
+    # x41 = gram_dy(x16, x40; g, to, strict=True)
+    x17 = tl.zeros([C, BK], tl.float32)
+    x41 = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (k * e).to(DOT)
-        decayed_1 = (x34 * e).to(DOT)
-        d_0 = tl.where(edge, x13, 0.0).to(DOT)
-        x14 += e * _dot(d_0, decayed_0, DOT, PRECISION)
-        x35 += e * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-    _store_rows(x14_out + tile * C * K, x14, c, ks, K, C, K, K == BK)
-    _store_rows(x35_out + tile * C * K, x35, c, ks, K, C, K, K == BK)
-    # x59 = -x35
-    x59 = -x35
-    _store_rows(x59_out + tile * C * K, x59, c, ks, K, C, K, K == BK)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (k * decay).to(DOT)
+        decayed_1 = (x40 * decay).to(DOT)
+        d_0 = tl.where(edge, x16, 0.0).to(DOT)
+        x17 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x41 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+    _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K == BK)
+    # x20 = x17 + (x18 * k)
+    x20 = x17 + (x18[:, None] * k)
+    _store_rows(x20_out + tile * C * K, x20, row, col_k, K, C, K, K == BK)
+    # x43 = x41 + (x18 * x40)
+    x43 = x41 + (x18[:, None] * x40)
+    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K == BK)
+    # x69 = -x41
+    x69 = -x41
+    _store_rows(x69_out + tile * C * K, x69, row, col_k, K, C, K, K == BK)
 
 
 @_jit
@@ -575,56 +583,56 @@ def _backward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, S, ks, vs, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x6 = W @ S
         x6 = _dot(W, S, DOT, PRECISION)
-        x2 = _load_rows(x2_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        x2 = _load_rows(x2_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x8 = x2 + -x6
         x8 = x2 + (-x6)
-        _store_rows(x8_out + tile * C * V, x8, c, vs, V, C, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x90 = KT^T @ v
-        x90 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x92 = AT^T @ x8
-        x92 = _dot(tl.trans(AT), x8, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # S_next = ((S * Gc) + x90) + -x92
-        S_next = ((S * Gc[:, None]) + x90) + (-x92)
+        _store_rows(x8_out + tile * C * V, x8, row, col_v, V, C, V, V % BV == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x100 = KT^T @ v
+        x100 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x102 = AT^T @ x8
+        x102 = _dot(tl.trans(AT), x8, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # S_next = ((S * Gc) + x100) + -x102
+        S_next = ((S * Gc[:, None]) + x100) + (-x102)
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x26_ptr,
+    x32_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x27_out,
+    x33_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -651,45 +659,45 @@ def _backward_reverse(
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        dS = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = NT - 1 - i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, dS, ks, vs, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x23 = AT @ dS
-        x23 = _dot(AT, dS, DOT, PRECISION)
-        x26 = _load_rows(x26_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x27 = -x23 + x26
-        x27 = (-x23) + x26
-        _store_rows(x27_out + tile * C * V, x27, c, vs, V, C, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        # x95 = W^T @ x27
-        x95 = _dot(tl.trans(W), x27, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x98 = QL^T @ do
-        x98 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-        # dS_prev = ((dS * Gc) + -x95) + x98
-        dS_prev = ((dS * Gc[:, None]) + (-x95)) + x98
+    for step in range(NT):
+        chunk = NT - 1 - step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x29 = AT @ dS
+        x29 = _dot(AT, dS, DOT, PRECISION)
+        x32 = _load_rows(x32_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x33 = -x29 + x32
+        x33 = (-x29) + x32
+        _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        # x105 = W^T @ x33
+        x105 = _dot(tl.trans(W), x33, DOT, PRECISION)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x108 = QL^T @ do
+        x108 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dS_prev = ((dS * Gc) + -x105) + x108
+        dS_prev = ((dS * Gc[:, None]) + (-x105)) + x108
         dS = dS_prev
     if FINAL:
-        _store_rows(final_out + row * K * V, dS, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -700,18 +708,18 @@ def _backward_finish(
     v_ptr,
     dS_ptr,
     E_ptr,
-    x27_ptr,
+    x33_ptr,
     KT_ptr,
     U2_ptr,
-    x40_ptr,
+    x48_ptr,
     x9_out,
     dQL_out,
     dKT_out,
-    x29_out,
+    x35_out,
     dv_out,
-    x41_out,
-    x47_out,
-    x50_out,
+    x49_out,
+    x55_out,
+    x58_out,
     dGc_out,
     scale,
     T,
@@ -733,73 +741,73 @@ def _backward_finish(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
     x9 = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, c, c, C, C, C, True)
-    x29 = tl.zeros([C, C, ], tl.float32)
-    KT = _load_rows(KT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    U2 = _load_rows(U2_ptr + tile * C * C, c, c, C, C, C, True)
-    x41 = tl.zeros([C, BK, ], tl.float32)
-    x47 = tl.zeros([C, C, ], tl.float32)
-    x50 = tl.zeros([C, BK, ], tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    x35 = tl.zeros([C, C, ], tl.float32)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
+    x49 = tl.zeros([C, BK, ], tl.float32)
+    x55 = tl.zeros([C, C, ], tl.float32)
+    x58 = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        x8 = _load_rows(x8_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        x8 = _load_rows(x8_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x9 = do @ x8^T
         x9 += _dot(do, tl.trans(x8), DOT, PRECISION)
-        S = _load_rows(S_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        dS = _load_rows(dS_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        x27 = _load_rows(x27_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # x28 = E^T @ x27
-        x28 = _dot(tl.trans(E), x27, DOT, PRECISION)
-        # x29 = x28 @ v^T
-        x29 += _dot(x28, tl.trans(v), DOT, PRECISION)
-        # x36 = KT @ dS
-        x36 = _dot(KT, dS, DOT, PRECISION)
-        # x37 = U2^T @ x27
-        x37 = _dot(tl.trans(U2), x27, DOT, PRECISION)
-        x40 = _load_rows(x40_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # dv = (x36 + -x37) + x40
-        dv = (x36 + (-x37)) + x40
+        x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x34 = E^T @ x33
+        x34 = _dot(tl.trans(E), x33, DOT, PRECISION)
+        # x35 = x34 @ v^T
+        x35 += _dot(x34, tl.trans(v), DOT, PRECISION)
+        # x44 = KT @ dS
+        x44 = _dot(KT, dS, DOT, PRECISION)
+        # x45 = U2^T @ x33
+        x45 = _dot(tl.trans(U2), x33, DOT, PRECISION)
+        x48 = _load_rows(x48_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = (x44 + -x45) + x48
+        dv = (x44 + (-x45)) + x48
         if NEED & 4:
-            _store_rows(dv_out + ((b * T + t0) * HV + hv) * V, dv, c, vs, HV * V, T - t0, V, V % BV == 0)
-        # x41 = x28 @ S^T
-        x41 += _dot(x28, tl.trans(S), DOT, PRECISION)
-        # x47 = x28 @ x8^T
-        x47 += _dot(x28, tl.trans(x8), DOT, PRECISION)
-        # x50 = x8 @ dS^T
-        x50 += _dot(x8, tl.trans(dS), DOT, PRECISION)
-        # x86 = dS * S
-        x86 = dS * S
-        # dGc = sum_V(x86)
-        dGc += tl.sum(x86, 1)
-    _store_rows(x9_out + tile * C * C, x9, c, c, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, c, ks, K, C, K, K == BK)
-    _store_rows(dKT_out + tile * C * K, dKT, c, ks, K, C, K, K == BK)
-    _store_rows(x29_out + tile * C * C, x29, c, c, C, C, C, True)
-    _store_rows(x41_out + tile * C * K, x41, c, ks, K, C, K, K == BK)
-    _store_rows(x47_out + tile * C * C, x47, c, c, C, C, C, True)
-    _store_rows(x50_out + tile * C * K, x50, c, ks, K, C, K, K == BK)
-    tl.store(dGc_out + tile * K + ks, dGc, mask=ks < K)
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        # x49 = x34 @ S^T
+        x49 += _dot(x34, tl.trans(S), DOT, PRECISION)
+        # x55 = x34 @ x8^T
+        x55 += _dot(x34, tl.trans(x8), DOT, PRECISION)
+        # x58 = x8 @ dS^T
+        x58 += _dot(x8, tl.trans(dS), DOT, PRECISION)
+        # x96 = dS * S
+        x96 = dS * S
+        # dGc = sum_V(x96)
+        dGc += tl.sum(x96, 1)
+    _store_rows(x9_out + tile * C * C, x9, row, row, C, C, C, True)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K == BK)
+    _store_rows(x35_out + tile * C * C, x35, row, row, C, C, C, True)
+    _store_rows(x49_out + tile * C * K, x49, row, col_k, K, C, K, K == BK)
+    _store_rows(x55_out + tile * C * C, x55, row, row, C, C, C, True)
+    _store_rows(x58_out + tile * C * K, x58, row, col_k, K, C, K, K == BK)
+    tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
 
 
 @_jit
@@ -807,18 +815,19 @@ def _backward_finish_1(
     x9_ptr,
     b_ptr,
     g_ptr,
-    x14_ptr,
+    x20_ptr,
     dQL_ptr,
     dKT_ptr,
-    x29_ptr,
-    a_ptr,
     x35_ptr,
-    x41_ptr,
+    a_ptr,
+    x43_ptr,
+    x49_ptr,
     k_ptr,
-    x47_ptr,
-    x50_ptr,
+    x55_ptr,
+    x58_ptr,
     q_ptr,
-    x59_ptr,
+    x17_ptr,
+    x69_ptr,
     dGc_ptr,
     Gc_ptr,
     dq_out,
@@ -846,114 +855,117 @@ def _backward_finish_1(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    x9 = _load_rows(x9_ptr + tile * C * C, c, c, C, C, C, True)
-    # x10 = mask(x9, strict=False)
-    x10 = tl.where(_keep_to(c), x9, 0.0)
-    g = _load_rows(g_ptr + ((b * T + t0) * HV + hv) * K, c, ks, HV * K, T - t0, K, K == BK).to(tl.float32)
-    # x16 = sum[to](g)
-    x16 = _sums(_keep_to(c), g, GATE_PARTS)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
-    # x20 = sum[after](g)
-    x20 = _sums(_keep_after(c), g, GATE_PARTS)
-    # x21 = exp(x20)
-    x21 = tl.exp(x20)
-    x29 = _load_rows(x29_ptr + tile * C * C, c, c, C, C, C, True)
-    # x30 = mask(x29, strict=True)
-    x30 = tl.where(_keep_before(c), x29, 0.0)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    x9 = _load_rows(x9_ptr + tile * C * C, row, row, C, C, C, True)
+    # x10 = mask(x9, strict=True)
+    x10 = tl.where(_keep_before(row), x9, 0.0)
+    # x13 = diagonal(-x9)
+    x13 = tl.sum(tl.where(row[:, None] == row[None, :], (-x9), 0.0), 1)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
+    # x22 = sum[to](g)
+    x22 = _sums(_keep_to(row), g, GATE_PARTS)
+    # x23 = exp(x22)
+    x23 = tl.exp(x22)
+    # x26 = sum[after](g)
+    x26 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x27 = exp(x26)
+    x27 = tl.exp(x26)
+    x35 = _load_rows(x35_ptr + tile * C * C, row, row, C, C, C, True)
+    # x36 = mask(x35, strict=True)
+    x36 = tl.where(_keep_before(row), x35, 0.0)
     # x3 = sum[before](g)
-    x3 = _sums(_keep_before(c), g, GATE_PARTS)
+    x3 = _sums(_keep_before(row), g, GATE_PARTS)
     # x4 = exp(x3)
     x4 = tl.exp(x3)
-    x47 = _load_rows(x47_ptr + tile * C * C, c, c, C, C, C, True)
-    # x48 = mask(x47, strict=True)
-    x48 = tl.where(_keep_before(c), x47, 0.0)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x34 = scale * q
-    x34 = scale * q
-    x50 = _load_rows(x50_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    b = _load_rows(b_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    dKT = _load_rows(dKT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x84 = sum[before](((-(x50 * b) + (dKT * k)) * x21))
-    x84 = _sums(_keep_before(c), (((-(x50 * b)) + (dKT * k)) * x21), SUM_PARTS)
-    a = _load_rows(a_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x11 = gram_dx(x10, b; g, to, strict=False)
-    # x44 = gram_dx(x30, k; g, before, strict=True)
-    # x49 = gram_dx(x48, b; g, before, strict=True)
-    # x31 = gram_dy(x30, a; g, before, strict=True)
-    # x53 = gram_dy(x48, a; g, before, strict=True)
-    # x55 = gram_dy(x10, x34; g, to, strict=False)
-    x11 = tl.sum(tl.where(c[:, None] == c[None, :], x10, 0.0), 1)[:, None] * b
-    x44 = tl.zeros([C, BK], tl.float32)
-    x49 = tl.zeros([C, BK], tl.float32)
-    x31 = tl.zeros([C, BK], tl.float32)
-    x53 = tl.zeros([C, BK], tl.float32)
-    x55 = tl.sum(tl.where(c[:, None] == c[None, :], x10, 0.0), 1)[:, None] * x34
+    x55 = _load_rows(x55_ptr + tile * C * C, row, row, C, C, C, True)
+    # x56 = mask(x55, strict=True)
+    x56 = tl.where(_keep_before(row), x55, 0.0)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x40 = scale * q
+    x40 = scale * q
+    x58 = _load_rows(x58_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x94 = sum[before](((-(x58 * b) + (dKT * k)) * x27))
+    x94 = _sums(_keep_before(row), (((-(x58 * b)) + (dKT * k)) * x27), SUM_PARTS)
+    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x11 = gram_dx(x10, b; g, to, strict=True)
+    # x52 = gram_dx(x36, k; g, before, strict=True)
+    # x57 = gram_dx(x56, b; g, before, strict=True)
+    # x37 = gram_dy(x36, a; g, before, strict=True)
+    # x61 = gram_dy(x56, a; g, before, strict=True)
+    # x63 = gram_dy(x10, x40; g, to, strict=True)
+    x11 = tl.zeros([C, BK], tl.float32)
+    x52 = tl.zeros([C, BK], tl.float32)
+    x57 = tl.zeros([C, BK], tl.float32)
+    x37 = tl.zeros([C, BK], tl.float32)
+    x61 = tl.zeros([C, BK], tl.float32)
+    x63 = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
-        e = tl.exp(_sums(_reach(c, level, False), g, GATE_PARTS))
-        e_before = tl.exp(_sums(_reach(c, level, True), g, GATE_PARTS))
-        edge = _edge(c, level)
-        decayed_0 = (b * e).to(DOT)
-        decayed_1 = (a * e_before).to(DOT)
-        decayed_2 = (k * e).to(DOT)
-        decayed_3 = (x34 * e).to(DOT)
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
+        edge = _edge(row, level)
+        decayed_0 = (b * decay).to(DOT)
+        decayed_1 = (a * decay_before).to(DOT)
+        decayed_2 = (k * decay).to(DOT)
+        decayed_3 = (x40 * decay).to(DOT)
         d_0 = tl.where(edge, x10, 0.0).to(DOT)
-        d_1 = tl.where(edge, x30, 0.0).to(DOT)
-        d_2 = tl.where(edge, x48, 0.0).to(DOT)
-        x11 += e * _dot(d_0, decayed_0, DOT, PRECISION)
-        x44 += e_before * _dot(d_1, decayed_2, DOT, PRECISION)
-        x49 += e_before * _dot(d_2, decayed_0, DOT, PRECISION)
-        x31 += e * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x53 += e * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
-        x55 += e * _dot(tl.trans(d_0), decayed_3, DOT, PRECISION)
+        d_1 = tl.where(edge, x36, 0.0).to(DOT)
+        d_2 = tl.where(edge, x56, 0.0).to(DOT)
+        x11 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x52 += decay_before * _dot(d_1, decayed_2, DOT, PRECISION)
+        x57 += decay_before * _dot(d_2, decayed_0, DOT, PRECISION)
+        x37 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
+        x61 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
+        x63 += decay * _dot(tl.trans(d_0), decayed_3, DOT, PRECISION)
     # x12 = -x11
     x12 = -x11
-    x14 = _load_rows(x14_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    dQL = _load_rows(dQL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dq = ((x12 + x14) + (dQL * x17)) * scale
-    dq = ((x12 + x14) + (dQL * x17)) * scale
+    x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dq = (((x12 + (x13 * b)) + x20) + (dQL * x23)) * scale
+    dq = (((x12 + (x13[:, None] * b)) + x20) + (dQL * x23)) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((b * T + t0) * HV + hv) * K, dq, c, ks, HV * K, T - t0, K, K == BK)
-    x35 = _load_rows(x35_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dk = ((dKT * x21) + -x31) + x35
-    dk = ((dKT * x21) + (-x31)) + x35
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
+    x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dk = ((dKT * x27) + -x37) + x43
+    dk = ((dKT * x27) + (-x37)) + x43
     if NEED & 2:
-        _store_rows(dk_out + ((b * T + t0) * HV + hv) * K, dk, c, ks, HV * K, T - t0, K, K == BK)
-    # x45 = -x44
-    x45 = -x44
-    x41 = _load_rows(x41_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # da = (-(x41 * x4) + x45) + x49
-    da = ((-(x41 * x4)) + x45) + x49
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
+    # x53 = -x52
+    x53 = -x52
+    x49 = _load_rows(x49_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # da = (-(x49 * x4) + x53) + x57
+    da = ((-(x49 * x4)) + x53) + x57
     if NEED & 8:
-        _store_rows(da_out + ((b * T + t0) * HV + hv) * K, da, c, ks, HV * K, T - t0, K, K == BK)
-    # x56 = -x55
-    x56 = -x55
-    # db = (-(x50 * x21) + x53) + x56
-    db = ((-(x50 * x21)) + x53) + x56
+        _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K == BK)
+    # x64 = -x63
+    x64 = -x63
+    # db = (-(x58 * x27) + x61) + (x64 + (x13 * x40))
+    db = ((-(x58 * x27)) + x61) + (x64 + (x13[:, None] * x40))
     if NEED & 16:
-        _store_rows(db_out + ((b * T + t0) * HV + hv) * K, db, c, ks, HV * K, T - t0, K, K == BK)
-    x59 = _load_rows(x59_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # x70 = sum[from](((((x34 * (x14 + x12)) + (k * (x31 + x59))) + -(b * (x53 + x56))) + ((dQL * x34) * x17)))
-    x70 = _sums(_keep_from(c), ((((x34 * (x14 + x12)) + (k * (x31 + x59))) + (-(b * (x53 + x56)))) + ((dQL * x34) * x17)), SUM_PARTS)
-    # x77 = sum[after](((a * (x49 + x45)) + -((x41 * a) * x4)))
-    x77 = _sums(_keep_after(c), ((a * (x49 + x45)) + (-((x41 * a) * x4))), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + ks, mask=ks < K, other=0.0)
-    # dg = ((x70 + x77) + x84) + (dGc * Gc)
-    dg = ((x70 + x77) + x84) + (dGc * Gc)[None, :]
+        _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, T - start, K, K == BK)
+    x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    x69 = _load_rows(x69_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # x80 = sum[from](((((x40 * (x17 + x12)) + (k * (x37 + x69))) + -(b * (x61 + x64))) + ((dQL * x40) * x23)))
+    x80 = _sums(_keep_from(row), ((((x40 * (x17 + x12)) + (k * (x37 + x69))) + (-(b * (x61 + x64)))) + ((dQL * x40) * x23)), SUM_PARTS)
+    # x87 = sum[after](((a * (x57 + x53)) + -((x49 * a) * x4)))
+    x87 = _sums(_keep_after(row), ((a * (x57 + x53)) + (-((x49 * a) * x4))), SUM_PARTS)
+    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # dg = ((x80 + x87) + x94) + (dGc * Gc)
+    dg = ((x80 + x87) + x94) + (dGc * Gc)[None, :]
     if NEED & 32:
-        _store_rows(dg_out + ((b * T + t0) * HV + hv) * K, dg, c, ks, HV * K, T - t0, K, K == BK)
+        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1152,14 +1164,15 @@ def _backward_triton(
         if needs & 127:
             x2 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x14 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x26 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x35 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x32 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x40 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x59 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x48 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x69 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1178,14 +1191,15 @@ def _backward_triton(
                 Aqk,
                 x2,
                 W,
-                x14,
+                x17,
+                x20,
                 AT,
-                x26,
-                x35,
+                x32,
+                x43,
                 KT,
                 U2,
-                x40,
-                x59,
+                x48,
+                x69,
                 Gc,
                 QL,
                 scale,
@@ -1227,18 +1241,18 @@ def _backward_triton(
                 **own["scan"],
             )
         if needs & 127:
-            x27 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["reverse"]["BV"]),
                 AT,
-                x26,
+                x32,
                 Gc,
                 W,
                 QL,
                 do,
-                x27,
+                x33,
                 last,
                 dh0,
                 kept_dS,
@@ -1258,10 +1272,10 @@ def _backward_triton(
             x9 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x29 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x41 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x47 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x50 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x35 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x55 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x58 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
@@ -1272,18 +1286,18 @@ def _backward_triton(
                 v,
                 kept_dS,
                 E,
-                x27,
+                x33,
                 KT,
                 U2,
-                x40,
+                x48,
                 x9,
                 dQL,
                 dKT,
-                x29,
+                x35,
                 dv,
-                x41,
-                x47,
-                x50,
+                x49,
+                x55,
+                x58,
                 dGc,
                 scale,
                 T,
@@ -1302,18 +1316,19 @@ def _backward_triton(
                 x9,
                 b,
                 g,
-                x14,
+                x20,
                 dQL,
                 dKT,
-                x29,
-                a,
                 x35,
-                x41,
+                a,
+                x43,
+                x49,
                 k,
-                x47,
-                x50,
+                x55,
+                x58,
                 q,
-                x59,
+                x17,
+                x69,
                 dGc,
                 Gc,
                 dq,
@@ -1394,13 +1409,13 @@ def _run(x: Tensor, over: str) -> Tensor:
     return keep.to(x.dtype) @ x
 
 
-def _edge(x: Tensor, level: int) -> Tensor:
+def _edge_of(x: Tensor, level: int) -> Tensor:
     """Pairs that level joins: rows of the second half of a block of 2^(level+1), columns of its first half."""
     r, m = _index(x)
     return ((r >> level) == (m >> level) + 1) & (((r >> level) & 1) == 1)
 
 
-def _reach(g: Tensor, level: int, before: bool) -> Tensor:
+def _reach_of(g: Tensor, level: int, before: bool) -> Tensor:
     """Decay between a row and the edge between the halves of its block; no exponent is positive for g <= 0."""
     r, m = _index(g)
     second = ((r >> level) & 1) == 1
@@ -1417,27 +1432,29 @@ def _gram(x: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor
     """sum_K x_i y_j exp(sum of g over j+1..i, or ..i-1), lower triangle, by a tree of reference rows."""
     out = torch.zeros_like(x @ y.mT) if strict else torch.diag_embed((x * y).sum(-1))
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + torch.where(_edge(g, level), (x * left) @ (y * e).mT, 0)
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + torch.where(_edge_of(g, level), (x * left) @ (y * e).mT, 0)
     return out
 
 
-def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(y) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * y
+def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of x, for a strictly lower d."""
+    out = torch.zeros_like(y)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + left * (torch.where(_edge(g, level), d, 0) @ (y * e))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + left * (torch.where(_edge_of(g, level), d, 0) @ (y * e))
     return out
 
 
-def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(x) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * x
+def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of y, for a strictly lower d."""
+    out = torch.zeros_like(x)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + e * (torch.where(_edge(g, level), d, 0).mT @ (x * left))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + e * (torch.where(_edge_of(g, level), d, 0).mT @ (x * left))
     return out
 
 
@@ -1526,32 +1543,32 @@ def _forward_torch(
     x9 = -U
     S = state
     o_all: list[Tensor] = []
-    for n in range(NT):
-        QL_n = QL[:, n]
-        x5_n = x5[:, n]
-        W_n = W[:, n]
-        x9_n = x9[:, n]
-        Aqa_n = Aqa[:, n]
-        Gc_n = Gc[:, n]
-        KT_n = KT[:, n]
-        v_n = v[:, n]
-        AT_n = AT[:, n]
+    for chunk in range(NT):
+        QL_here = QL[:, chunk]
+        x5_here = x5[:, chunk]
+        W_here = W[:, chunk]
+        x9_here = x9[:, chunk]
+        Aqa_here = Aqa[:, chunk]
+        Gc_here = Gc[:, chunk]
+        KT_here = KT[:, chunk]
+        v_here = v[:, chunk]
+        AT_here = AT[:, chunk]
         # x4 = QL @ S
-        x4 = QL_n @ S
+        x4 = QL_here @ S
         # x13 = W @ S
-        x13 = W_n @ S
+        x13 = W_here @ S
         # x15 = x9 + -x13
-        x15 = x9_n + (-x13)
+        x15 = x9_here + (-x13)
         # x16 = Aqa @ x15
-        x16 = Aqa_n @ x15
+        x16 = Aqa_here @ x15
         # o = (x4 + x5) + -x16
-        o = (x4 + x5_n) + (-x16)
+        o = (x4 + x5_here) + (-x16)
         # x22 = KT^T @ v
-        x22 = KT_n.mT @ v_n
+        x22 = KT_here.mT @ v_here
         # x24 = AT^T @ x15
-        x24 = AT_n.mT @ x15
+        x24 = AT_here.mT @ x15
         # S_next = ((S * Gc) + x22) + -x24
-        S_next = ((S * Gc_n[..., :, None]) + x22) + (-x24)
+        S_next = ((S * Gc_here[..., :, None]) + x22) + (-x24)
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1596,32 +1613,32 @@ def _backward_torch(
     x4 = torch.exp(x3)
     # W = E @ (a * x4)
     W = E @ (a * x4)
-    # x20 = sum[after](g)
-    x20 = _run(g, 'after')
-    # x21 = exp(x20)
-    x21 = torch.exp(x20)
-    # AT = b * x21
-    AT = b * x21
+    # x26 = sum[after](g)
+    x26 = _run(g, 'after')
+    # x27 = exp(x26)
+    x27 = torch.exp(x26)
+    # AT = b * x27
+    AT = b * x27
     if needs & 126:
-        # x34 = scale * q
-        x34 = scale * q
+        # x40 = scale * q
+        x40 = scale * q
     if needs & 61:
-        # KT = k * x21
-        KT = k * x21
+        # KT = k * x27
+        KT = k * x27
     if needs & 4:
         # U2 = E @ M3
         U2 = E @ M3
-    # x87 = sum[all](g)
-    x87 = g.sum(-2)
-    # Gc = exp(x87)
-    Gc = torch.exp(x87)
-    # x16 = sum[to](g)
-    x16 = _run(g, 'to')
-    # x17 = exp(x16)
-    x17 = torch.exp(x16)
+    # x97 = sum[all](g)
+    x97 = g.sum(-2)
+    # Gc = exp(x97)
+    Gc = torch.exp(x97)
+    # x22 = sum[to](g)
+    x22 = _run(g, 'to')
+    # x23 = exp(x22)
+    x23 = torch.exp(x22)
     if needs & 126:
-        # QL = x34 * x17
-        QL = x34 * x17
+        # QL = x40 * x23
+        QL = x40 * x23
     if needs & 57:
         # x = M3 @ v
         x = M3 @ v
@@ -1633,78 +1650,88 @@ def _backward_torch(
         # dAqk = do @ v^T
         dAqk = do @ v.mT
     if needs & 126:
-        # x25 = Aqa^T @ do
-        x25 = Aqa.mT @ do
-        # x26 = -x25
-        x26 = -x25
+        # x31 = Aqa^T @ do
+        x31 = Aqa.mT @ do
+        # x32 = -x31
+        x32 = -x31
     if needs & 4:
-        # x40 = Aqk^T @ do
-        x40 = Aqk.mT @ do
+        # x48 = Aqk^T @ do
+        x48 = Aqk.mT @ do
     if needs & 35:
-        # x13 = mask(dAqk, strict=False)
-        x13 = torch.tril(dAqk, 0)
+        # x16 = mask(dAqk, strict=True)
+        x16 = torch.tril(dAqk, -1)
     if needs & 33:
-        # x14 = gram_dx(x13, k; g, to, strict=False)
-        x14 = _gram_dx(x13, k, g, False, False)
+        # x17 = gram_dx(x16, k; g, to, strict=True)
+        x17 = _gram_dx(x16, k, g, False)
+    if needs & 3:
+        # x18 = diagonal(dAqk)
+        x18 = dAqk.diagonal(dim1=-2, dim2=-1)
+    if needs & 1:
+        # x20 = x17 + (x18 * k)
+        x20 = x17 + (x18[..., :, None] * k)
     if needs & 34:
-        # x35 = gram_dy(x13, x34; g, to, strict=False)
-        x35 = _gram_dy(x13, x34, g, False, False)
+        # x41 = gram_dy(x16, x40; g, to, strict=True)
+        x41 = _gram_dy(x16, x40, g, False)
+    if needs & 2:
+        # x43 = x41 + (x18 * x40)
+        x43 = x41 + (x18[..., :, None] * x40)
     if needs & 32:
-        # x59 = -x35
-        x59 = -x35
-    if needs & 63:
+        # x69 = -x41
+        x69 = -x41
+    if needs & 57:
         S = state
         x8_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
-        for n in range(NT):
-            W_n = W[:, n]
-            x2_n = x2[:, n]
-            Gc_n = Gc[:, n]
-            KT_n = KT[:, n]
-            v_n = v[:, n]
-            AT_n = AT[:, n]
+        for chunk in range(NT):
+            W_here = W[:, chunk]
+            x2_here = x2[:, chunk]
+            Gc_here = Gc[:, chunk]
+            KT_here = KT[:, chunk]
+            v_here = v[:, chunk]
+            AT_here = AT[:, chunk]
             kept_S_all.append(S)
             # x6 = W @ S
-            x6 = W_n @ S
+            x6 = W_here @ S
             # x8 = x2 + -x6
-            x8 = x2_n + (-x6)
-            # x90 = KT^T @ v
-            x90 = KT_n.mT @ v_n
-            # x92 = AT^T @ x8
-            x92 = AT_n.mT @ x8
-            # S_next = ((S * Gc) + x90) + -x92
-            S_next = ((S * Gc_n[..., :, None]) + x90) + (-x92)
+            x8 = x2_here + (-x6)
+            # x100 = KT^T @ v
+            x100 = KT_here.mT @ v_here
+            # x102 = AT^T @ x8
+            x102 = AT_here.mT @ x8
+            # S_next = ((S * Gc) + x100) + -x102
+            S_next = ((S * Gc_here[..., :, None]) + x100) + (-x102)
             x8_all.append(x8)
             S = S_next
         end_S = S
         x8 = _stack(x8_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
-    dS = dstate
-    x27_all: list[Tensor] = []
-    kept_dS_all: list[Tensor] = []
-    for n in range(NT)[::-1]:
-        AT_n = AT[:, n]
-        x26_n = x26[:, n]
-        Gc_n = Gc[:, n]
-        W_n = W[:, n]
-        QL_n = QL[:, n]
-        do_n = do[:, n]
-        kept_dS_all.append(dS)
-        # x23 = AT @ dS
-        x23 = AT_n @ dS
-        # x27 = -x23 + x26
-        x27 = (-x23) + x26_n
-        # x95 = W^T @ x27
-        x95 = W_n.mT @ x27
-        # x98 = QL^T @ do
-        x98 = QL_n.mT @ do_n
-        # dS_prev = ((dS * Gc) + -x95) + x98
-        dS_prev = ((dS * Gc_n[..., :, None]) + (-x95)) + x98
-        x27_all.append(x27)
-        dS = dS_prev
-    end_dS = dS
-    x27 = _stack(x27_all[::-1], v, NT, C, dtype)
-    dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 126:
+        dS = dstate
+        x33_all: list[Tensor] = []
+        kept_dS_all: list[Tensor] = []
+        for chunk in range(NT)[::-1]:
+            AT_here = AT[:, chunk]
+            x32_here = x32[:, chunk]
+            Gc_here = Gc[:, chunk]
+            W_here = W[:, chunk]
+            QL_here = QL[:, chunk]
+            do_here = do[:, chunk]
+            kept_dS_all.append(dS)
+            # x29 = AT @ dS
+            x29 = AT_here @ dS
+            # x33 = -x29 + x32
+            x33 = (-x29) + x32_here
+            # x105 = W^T @ x33
+            x105 = W_here.mT @ x33
+            # x108 = QL^T @ do
+            x108 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + -x105) + x108
+            dS_prev = ((dS * Gc_here[..., :, None]) + (-x105)) + x108
+            x33_all.append(x33)
+            dS = dS_prev
+        end_dS = dS
+        x33 = _stack(x33_all[::-1], v, NT, C, dtype)
+        dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 49:
         # x9 = do @ x8^T
         x9 = do @ x8.mT
@@ -1715,85 +1742,88 @@ def _backward_torch(
         # dKT = v @ dS^T
         dKT = v @ dS.mT
     if needs & 58:
-        # x28 = E^T @ x27
-        x28 = E.mT @ x27
+        # x34 = E^T @ x33
+        x34 = E.mT @ x33
     if needs & 42:
-        # x29 = x28 @ v^T
-        x29 = x28 @ v.mT
+        # x35 = x34 @ v^T
+        x35 = x34 @ v.mT
     if needs & 4:
-        # x36 = KT @ dS
-        x36 = KT @ dS
-        # x37 = U2^T @ x27
-        x37 = U2.mT @ x27
-        # dv = (x36 + -x37) + x40
-        dv = (x36 + (-x37)) + x40
+        # x44 = KT @ dS
+        x44 = KT @ dS
+        # x45 = U2^T @ x33
+        x45 = U2.mT @ x33
+        # dv = (x44 + -x45) + x48
+        dv = (x44 + (-x45)) + x48
     if needs & 40:
-        # x41 = x28 @ S^T
-        x41 = x28 @ S.mT
+        # x49 = x34 @ S^T
+        x49 = x34 @ S.mT
     if needs & 56:
-        # x47 = x28 @ x8^T
-        x47 = x28 @ x8.mT
+        # x55 = x34 @ x8^T
+        x55 = x34 @ x8.mT
     if needs & 48:
-        # x50 = x8 @ dS^T
-        x50 = x8 @ dS.mT
+        # x58 = x8 @ dS^T
+        x58 = x8 @ dS.mT
     if needs & 32:
-        # x86 = dS * S
-        x86 = dS * S
-        # dGc = sum_V(x86)
-        dGc = x86.sum(-1)
+        # x96 = dS * S
+        x96 = dS * S
+        # dGc = sum_V(x96)
+        dGc = x96.sum(-1)
     if needs & 49:
-        # x10 = mask(x9, strict=False)
-        x10 = torch.tril(x9, 0)
+        # x10 = mask(x9, strict=True)
+        x10 = torch.tril(x9, -1)
     if needs & 33:
-        # x11 = gram_dx(x10, b; g, to, strict=False)
-        x11 = _gram_dx(x10, b, g, False, False)
+        # x11 = gram_dx(x10, b; g, to, strict=True)
+        x11 = _gram_dx(x10, b, g, False)
         # x12 = -x11
         x12 = -x11
+    if needs & 17:
+        # x13 = diagonal(-x9)
+        x13 = (-x9).diagonal(dim1=-2, dim2=-1)
     if needs & 1:
-        # dq = ((x12 + x14) + (dQL * x17)) * scale
-        dq = ((x12 + x14) + (dQL * x17)) * scale
+        # dq = (((x12 + (x13 * b)) + x20) + (dQL * x23)) * scale
+        dq = (((x12 + (x13[..., :, None] * b)) + x20) + (dQL * x23)) * scale
     if needs & 42:
-        # x30 = mask(x29, strict=True)
-        x30 = torch.tril(x29, -1)
+        # x36 = mask(x35, strict=True)
+        x36 = torch.tril(x35, -1)
     if needs & 34:
-        # x31 = gram_dy(x30, a; g, before, strict=True)
-        x31 = _gram_dy(x30, a, g, True, True)
+        # x37 = gram_dy(x36, a; g, before, strict=True)
+        x37 = _gram_dy(x36, a, g, True)
     if needs & 2:
-        # dk = ((dKT * x21) + -x31) + x35
-        dk = ((dKT * x21) + (-x31)) + x35
+        # dk = ((dKT * x27) + -x37) + x43
+        dk = ((dKT * x27) + (-x37)) + x43
     if needs & 40:
-        # x44 = gram_dx(x30, k; g, before, strict=True)
-        x44 = _gram_dx(x30, k, g, True, True)
-        # x45 = -x44
-        x45 = -x44
+        # x52 = gram_dx(x36, k; g, before, strict=True)
+        x52 = _gram_dx(x36, k, g, True)
+        # x53 = -x52
+        x53 = -x52
     if needs & 56:
-        # x48 = mask(x47, strict=True)
-        x48 = torch.tril(x47, -1)
+        # x56 = mask(x55, strict=True)
+        x56 = torch.tril(x55, -1)
     if needs & 40:
-        # x49 = gram_dx(x48, b; g, before, strict=True)
-        x49 = _gram_dx(x48, b, g, True, True)
+        # x57 = gram_dx(x56, b; g, before, strict=True)
+        x57 = _gram_dx(x56, b, g, True)
     if needs & 8:
-        # da = (-(x41 * x4) + x45) + x49
-        da = ((-(x41 * x4)) + x45) + x49
+        # da = (-(x49 * x4) + x53) + x57
+        da = ((-(x49 * x4)) + x53) + x57
     if needs & 48:
-        # x53 = gram_dy(x48, a; g, before, strict=True)
-        x53 = _gram_dy(x48, a, g, True, True)
-        # x55 = gram_dy(x10, x34; g, to, strict=False)
-        x55 = _gram_dy(x10, x34, g, False, False)
-        # x56 = -x55
-        x56 = -x55
+        # x61 = gram_dy(x56, a; g, before, strict=True)
+        x61 = _gram_dy(x56, a, g, True)
+        # x63 = gram_dy(x10, x40; g, to, strict=True)
+        x63 = _gram_dy(x10, x40, g, False)
+        # x64 = -x63
+        x64 = -x63
     if needs & 16:
-        # db = (-(x50 * x21) + x53) + x56
-        db = ((-(x50 * x21)) + x53) + x56
+        # db = (-(x58 * x27) + x61) + (x64 + (x13 * x40))
+        db = ((-(x58 * x27)) + x61) + (x64 + (x13[..., :, None] * x40))
     if needs & 32:
-        # x70 = sum[from](((((x34 * (x14 + x12)) + (k * (x31 + x59))) + -(b * (x53 + x56))) + ((dQL * x34) * x17)))
-        x70 = _run(((((x34 * (x14 + x12)) + (k * (x31 + x59))) + (-(b * (x53 + x56)))) + ((dQL * x34) * x17)), 'from')
-        # x77 = sum[after](((a * (x49 + x45)) + -((x41 * a) * x4)))
-        x77 = _run(((a * (x49 + x45)) + (-((x41 * a) * x4))), 'after')
-        # x84 = sum[before](((-(x50 * b) + (dKT * k)) * x21))
-        x84 = _run((((-(x50 * b)) + (dKT * k)) * x21), 'before')
-        # dg = ((x70 + x77) + x84) + (dGc * Gc)
-        dg = ((x70 + x77) + x84) + (dGc * Gc)[..., None, :]
+        # x80 = sum[from](((((x40 * (x17 + x12)) + (k * (x37 + x69))) + -(b * (x61 + x64))) + ((dQL * x40) * x23)))
+        x80 = _run(((((x40 * (x17 + x12)) + (k * (x37 + x69))) + (-(b * (x61 + x64)))) + ((dQL * x40) * x23)), 'from')
+        # x87 = sum[after](((a * (x57 + x53)) + -((x49 * a) * x4)))
+        x87 = _run(((a * (x57 + x53)) + (-((x49 * a) * x4))), 'after')
+        # x94 = sum[before](((-(x58 * b) + (dKT * k)) * x27))
+        x94 = _run((((-(x58 * b)) + (dKT * k)) * x27), 'before')
+        # dg = ((x80 + x87) + x94) + (dGc * Gc)
+        dg = ((x80 + x87) + x94) + (dGc * Gc)[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

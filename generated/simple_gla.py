@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program 8518da9a:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program dd0d85db:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -43,7 +43,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla"]
 
-_NAME = "simple_gla_8518da9a"
+_NAME = "simple_gla_dd0d85db"
 
 
 def _jit(function: Any) -> Any:
@@ -210,51 +210,51 @@ def _forward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x = scale * q
     x = scale * q
-    g = tl.load(g_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x2 = sum[to](g)
-    x2 = _sums_of_numbers(_keep_to(c), g)
+    x2 = _sums_of_numbers(_keep_to(row), g)
     # QL = x * exp(x2)
     QL = x * tl.exp(x2)[:, None]
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
     # x6 = x @ k^T
     x6 = _dot(x, tl.trans(k), DOT, PRECISION)
     # x5 = pair(g, to, strict=False)
-    x5 = _pairs(g, c, False, False, GATE_PARTS)
+    x5 = _pairs(g, row, False, False, GATE_PARTS)
     # Aqa = x5 * x6
     Aqa = x5 * x6
     if SAVE:
-        _store_rows(Aqa_out + tile * C * C, Aqa, c, c, C, C, C, True)
+        _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     # x8 = sum[all](g)
     x8 = tl.sum(g, 0)
     # Gc = exp(x8)
     Gc = tl.exp(x8)
     tl.store(Gc_out + tile, Gc)
     # x10 = sum[after](g)
-    x10 = _sums_of_numbers(_keep_after(c), g)
+    x10 = _sums_of_numbers(_keep_after(row), g)
     # AT = k * exp(x10)
     AT = k * tl.exp(x10)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x7 = Aqa @ v
         x7 = _dot(Aqa, v, DOT, PRECISION)
-        _store_rows(x7_out + tile * C * V, x7, c, vs, V, C, V, V % BV == 0)
+        _store_rows(x7_out + tile * C * V, x7, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -290,34 +290,34 @@ def _forward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
-        x7 = _load_rows(x7_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
+        x7 = _load_rows(x7_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = x4 + x7
         o = x4 + x7
         if NEED & 1:
-            _store_rows(o_out + ((b * T + t0) * HV + hv) * V, o, c, vs, HV * V, T - t0, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x12 = AT^T @ v
         x12 = _dot(tl.trans(AT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
@@ -325,7 +325,7 @@ def _forward_scan(
         S_next = (S * Gc) + x12
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -340,11 +340,11 @@ def _backward_prepare(
     k_ptr,
     q_ptr,
     Aqa_ptr,
-    x4_out,
-    x13_out,
+    x7_out,
+    x18_out,
     AT_out,
-    x15_out,
     x20_out,
+    x25_out,
     Gc_out,
     QL_out,
     scale,
@@ -367,63 +367,69 @@ def _backward_prepare(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = tl.load(g_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x = pair(g, to, strict=False)
-    x = _pairs(g, c, False, False, GATE_PARTS)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x12 = scale * q
-    x12 = scale * q
-    # x9 = sum[after](g)
-    x9 = _sums_of_numbers(_keep_after(c), g)
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # AT = k * exp(x9)
-    AT = k * tl.exp(x9)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, c, ks, K, C, K, K == BK)
-    # x33 = sum[all](g)
-    x33 = tl.sum(g, 0)
-    # Gc = exp(x33)
-    Gc = tl.exp(x33)
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x = pair(g, to, strict=True)
+    x = _pairs(g, row, False, True, GATE_PARTS)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x15 = scale * q
+    x15 = scale * q
+    # x12 = sum[after](g)
+    x12 = _sums_of_numbers(_keep_after(row), g)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # AT = k * exp(x12)
+    AT = k * tl.exp(x12)[:, None]
+    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    # x38 = sum[all](g)
+    x38 = tl.sum(g, 0)
+    # Gc = exp(x38)
+    Gc = tl.exp(x38)
     tl.store(Gc_out + tile, Gc)
-    # x5 = sum[to](g)
-    x5 = _sums_of_numbers(_keep_to(c), g)
-    # QL = x12 * exp(x5)
-    QL = x12 * tl.exp(x5)[:, None]
-    _store_rows(QL_out + tile * C * K, QL, c, ks, K, C, K, K == BK)
+    # x8 = sum[to](g)
+    x8 = _sums_of_numbers(_keep_to(row), g)
+    # QL = x15 * exp(x8)
+    QL = x15 * tl.exp(x8)[:, None]
+    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     dAqa = tl.zeros([C, C, ], tl.float32)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, c, c, C, C, C, True)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqa = do @ v^T
         dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x15 = Aqa^T @ do
-        x15 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x15_out + tile * C * V, x15, c, vs, V, C, V, V % BV == 0)
-    # x2 = mask(dAqa, strict=False)
-    x2 = tl.where(_keep_to(c), dAqa, 0.0)
+        # x20 = Aqa^T @ do
+        x20 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x20_out + tile * C * V, x20, row, col_v, V, C, V, V % BV == 0)
+    # x2 = mask(dAqa, strict=True)
+    x2 = tl.where(_keep_before(row), dAqa, 0.0)
     # x3 = x * x2
     x3 = x * x2
     # x4 = x3 @ k
     x4 = _dot(x3, k, DOT, PRECISION)
-    _store_rows(x4_out + tile * C * K, x4, c, ks, K, C, K, K == BK)
-    # x13 = x3^T @ x12
-    x13 = _dot(tl.trans(x3), x12, DOT, PRECISION)
-    _store_rows(x13_out + tile * C * K, x13, c, ks, K, C, K, K == BK)
-    # x20 = sum_K(((x12 * x4) + -(k * x13)))
-    x20 = tl.sum(((x12 * x4) + (-(k * x13))), 1)
-    tl.store(x20_out + tile * C + c, x20, mask=c < C)
+    # x5 = diagonal(dAqa)
+    x5 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    # x7 = x4 + (x5 * k)
+    x7 = x4 + (x5[:, None] * k)
+    _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K == BK)
+    # x16 = x3^T @ x15
+    x16 = _dot(tl.trans(x3), x15, DOT, PRECISION)
+    # x18 = x16 + (x5 * x15)
+    x18 = x16 + (x5[:, None] * x15)
+    _store_rows(x18_out + tile * C * K, x18, row, col_k, K, C, K, K == BK)
+    # x25 = sum_K(((x15 * x4) + -(k * x16)))
+    x25 = tl.sum(((x15 * x4) + (-(k * x16))), 1)
+    tl.store(x25_out + tile * C + row, x25, mask=row < C)
 
 
 @_jit
@@ -457,35 +463,35 @@ def _backward_scan(
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        S = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, S, ks, vs, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x36 = AT^T @ v
-        x36 = _dot(tl.trans(AT), v, DOT, PRECISION)
+    for step in range(NT):
+        chunk = step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x41 = AT^T @ v
+        x41 = _dot(tl.trans(AT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = (S * Gc) + x36
-        S_next = (S * Gc) + x36
+        # S_next = (S * Gc) + x41
+        S_next = (S * Gc) + x41
         S = S_next
     if FINAL:
-        _store_rows(final_out + row * K * V, S, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -519,35 +525,35 @@ def _backward_reverse(
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0).to(tl.int64) // blocks  # b * HV + hv
-    hv = row % HV
-    h = hv // (HV // H)
-    b = row // HV
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    in_k = ks < K
-    in_v = vs < V
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
     if INITIAL:
-        dS = _load_rows(initial_ptr + row * K * V, ks, vs, V, K, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for i in range(NT):
-        n = NT - 1 - i
-        t0 = n * C
-        in_c = c < T - t0
-        tile = (b * NT + n) * HV + hv
-        _store_rows(kept_out + tile * K * V, dS, ks, vs, V, K, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        # x38 = QL^T @ do
-        x38 = _dot(tl.trans(QL), do, DOT, PRECISION)
+    for step in range(NT):
+        chunk = NT - 1 - step
+        start = chunk * C
+        in_c = row < T - start
+        tile = (batch * NT + chunk) * HV + head_v
+        _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x43 = QL^T @ do
+        x43 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = (dS * Gc) + x38
-        dS_prev = (dS * Gc) + x38
+        # dS_prev = (dS * Gc) + x43
+        dS_prev = (dS * Gc) + x43
         dS = dS_prev
     if FINAL:
-        _store_rows(final_out + row * K * V, dS, ks, vs, V, K, V, V % BV == 0)
+        _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
 
 
 @_jit
@@ -555,14 +561,14 @@ def _backward_finish(
     do_ptr,
     S_ptr,
     g_ptr,
-    x4_ptr,
+    x7_ptr,
     v_ptr,
     dS_ptr,
-    x13_ptr,
+    x18_ptr,
     AT_ptr,
-    x15_ptr,
-    q_ptr,
     x20_ptr,
+    q_ptr,
+    x25_ptr,
     k_ptr,
     Gc_ptr,
     dq_out,
@@ -589,81 +595,81 @@ def _backward_finish(
     NEED: tl.constexpr,
 ):
     """One program a chunk and head."""
-    tile = tl.program_id(0).to(tl.int64)  # (b * NT + n) * HV + hv
-    hv = tile % HV
-    h = hv // (HV // H)
-    n = (tile // HV) % NT
-    b = tile // HV // NT
-    t0 = n * C
-    c = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    in_c = c < T - t0
-    in_k = ks < K
-    g = tl.load(g_ptr + ((b * T + t0) * HV + hv) + c * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x5 = sum[to](g)
-    x5 = _sums_of_numbers(_keep_to(c), g)
-    # x6 = exp(x5)
-    x6 = tl.exp(x5)
-    # x9 = sum[after](g)
-    x9 = _sums_of_numbers(_keep_after(c), g)
-    # x10 = exp(x9)
-    x10 = tl.exp(x9)
-    q = _load_rows(q_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x12 = scale * q
-    x12 = scale * q
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    col_k = tl.arange(0, BK)
+    in_c = row < T - start
+    in_k = col_k < K
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x8 = sum[to](g)
+    x8 = _sums_of_numbers(_keep_to(row), g)
+    # x9 = exp(x8)
+    x9 = tl.exp(x8)
+    # x12 = sum[after](g)
+    x12 = _sums_of_numbers(_keep_after(row), g)
+    # x13 = exp(x12)
+    x13 = tl.exp(x12)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x15 = scale * q
+    x15 = scale * q
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
-    AT = _load_rows(AT_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    x32 = tl.zeros([BK, ], tl.float32)
+    AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    x37 = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
-        vs = v0 + tl.arange(0, BV)
-        in_v = vs < V
-        do = _load_rows(do_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        S = _load_rows(S_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((b * T + t0) * HV + hv) * V, c, vs, HV * V, T - t0, V, V % BV == 0).to(tl.float32)
-        dS = _load_rows(dS_ptr + tile * K * V, ks, vs, V, K, V, V % BV == 0)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = v @ dS^T
         dAT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        # x14 = AT @ dS
-        x14 = _dot(AT, dS, DOT, PRECISION)
-        x15 = _load_rows(x15_ptr + tile * C * V, c, vs, V, C, V, V % BV == 0)
-        # dv = x14 + x15
-        dv = x14 + x15
+        # x19 = AT @ dS
+        x19 = _dot(AT, dS, DOT, PRECISION)
+        x20 = _load_rows(x20_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = x19 + x20
+        dv = x19 + x20
         if NEED & 4:
-            _store_rows(dv_out + ((b * T + t0) * HV + hv) * V, dv, c, vs, HV * V, T - t0, V, V % BV == 0)
-        # x31 = dS * S
-        x31 = dS * S
-        # x32 = sum_V(x31)
-        x32 += tl.sum(x31, 1)
-    x4 = _load_rows(x4_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dq = (x4 + (dQL * x6)) * scale
-    dq = (x4 + (dQL * x6[:, None])) * scale
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        # x36 = dS * S
+        x36 = dS * S
+        # x37 = sum_V(x36)
+        x37 += tl.sum(x36, 1)
+    x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dq = (x7 + (dQL * x9)) * scale
+    dq = (x7 + (dQL * x9[:, None])) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((b * T + t0) * HV + hv) * K, dq, c, ks, HV * K, T - t0, K, K == BK)
-    x13 = _load_rows(x13_ptr + tile * C * K, c, ks, K, C, K, K == BK)
-    # dk = (dAT * x10) + x13
-    dk = (dAT * x10[:, None]) + x13
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
+    x18 = _load_rows(x18_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    # dk = (dAT * x13) + x18
+    dk = (dAT * x13[:, None]) + x18
     if NEED & 2:
-        _store_rows(dk_out + ((b * T + t0) * HV + hv) * K, dk, c, ks, HV * K, T - t0, K, K == BK)
-    # x22 = sum_K((dQL * x12))
-    x22 = tl.sum((dQL * x12), 1)
-    x20 = tl.load(x20_ptr + tile * C + c, mask=c < C, other=0.0)
-    # x25 = sum[from]((x20 + (x22 * x6)))
-    x25 = _sums_of_numbers(_keep_from(c), (x20 + (x22 * x6)))
-    k = _load_rows(k_ptr + ((b * T + t0) * H + h) * K, c, ks, H * K, T - t0, K, K == BK).to(tl.float32)
-    # x27 = sum_K((dAT * k))
-    x27 = tl.sum((dAT * k), 1)
-    # x29 = sum[before]((x27 * x10))
-    x29 = _sums_of_numbers(_keep_before(c), (x27 * x10))
-    # dGc = sum_K(x32)
-    dGc = tl.sum(x32, 0)
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
+    # x27 = sum_K((dQL * x15))
+    x27 = tl.sum((dQL * x15), 1)
+    x25 = tl.load(x25_ptr + tile * C + row, mask=row < C, other=0.0)
+    # x30 = sum[from]((x25 + (x27 * x9)))
+    x30 = _sums_of_numbers(_keep_from(row), (x25 + (x27 * x9)))
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    # x32 = sum_K((dAT * k))
+    x32 = tl.sum((dAT * k), 1)
+    # x34 = sum[before]((x32 * x13))
+    x34 = _sums_of_numbers(_keep_before(row), (x32 * x13))
+    # dGc = sum_K(x37)
+    dGc = tl.sum(x37, 0)
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x25 + x29) + (dGc * Gc)
-    dg = (x25 + x29) + (dGc * Gc)
+    # dg = (x30 + x34) + (dGc * Gc)
+    dg = (x30 + x34) + (dGc * Gc)
     if NEED & 8:
-        tl.store(dg_out + ((b * T + t0) * HV + hv) + c * HV, dg, mask=in_c)
+        tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -833,11 +839,11 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0)
     with _on(q):
         if needs & 31:
-            x4 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x13 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x7 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x18 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x15 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x20 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x20 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x25 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -849,11 +855,11 @@ def _backward_triton(
                 k,
                 q,
                 Aqa,
-                x4,
-                x13,
+                x7,
+                x18,
                 AT,
-                x15,
                 x20,
+                x25,
                 Gc,
                 QL,
                 scale,
@@ -919,14 +925,14 @@ def _backward_triton(
                 do,
                 kept_S,
                 g,
-                x4,
+                x7,
                 v,
                 kept_dS,
-                x13,
+                x18,
                 AT,
-                x15,
-                q,
                 x20,
+                q,
+                x25,
                 k,
                 Gc,
                 dq,
@@ -1006,13 +1012,13 @@ def _run(x: Tensor, over: str) -> Tensor:
     return keep.to(x.dtype) @ x
 
 
-def _edge(x: Tensor, level: int) -> Tensor:
+def _edge_of(x: Tensor, level: int) -> Tensor:
     """Pairs that level joins: rows of the second half of a block of 2^(level+1), columns of its first half."""
     r, m = _index(x)
     return ((r >> level) == (m >> level) + 1) & (((r >> level) & 1) == 1)
 
 
-def _reach(g: Tensor, level: int, before: bool) -> Tensor:
+def _reach_of(g: Tensor, level: int, before: bool) -> Tensor:
     """Decay between a row and the edge between the halves of its block; no exponent is positive for g <= 0."""
     r, m = _index(g)
     second = ((r >> level) & 1) == 1
@@ -1029,27 +1035,29 @@ def _gram(x: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor
     """sum_K x_i y_j exp(sum of g over j+1..i, or ..i-1), lower triangle, by a tree of reference rows."""
     out = torch.zeros_like(x @ y.mT) if strict else torch.diag_embed((x * y).sum(-1))
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + torch.where(_edge(g, level), (x * left) @ (y * e).mT, 0)
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + torch.where(_edge_of(g, level), (x * left) @ (y * e).mT, 0)
     return out
 
 
-def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(y) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * y
+def _gram_dx(d: Tensor, y: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of x, for a strictly lower d."""
+    out = torch.zeros_like(y)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + left * (torch.where(_edge(g, level), d, 0) @ (y * e))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + left * (torch.where(_edge_of(g, level), d, 0) @ (y * e))
     return out
 
 
-def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool, strict: bool) -> Tensor:
-    out = torch.zeros_like(x) if strict else d.diagonal(dim1=-2, dim2=-1)[..., None] * x
+def _gram_dy(d: Tensor, x: Tensor, g: Tensor, before: bool) -> Tensor:
+    """Its cotangent of y, for a strictly lower d."""
+    out = torch.zeros_like(x)
     for level in _levels(g):
-        e = _reach(g, level, False)
-        left = _reach(g, level, True) if before else e
-        out = out + e * (torch.where(_edge(g, level), d, 0).mT @ (x * left))
+        e = _reach_of(g, level, False)
+        left = _reach_of(g, level, True) if before else e
+        out = out + e * (torch.where(_edge_of(g, level), d, 0).mT @ (x * left))
     return out
 
 
@@ -1118,20 +1126,20 @@ def _forward_torch(
     x7 = Aqa @ v
     S = state
     o_all: list[Tensor] = []
-    for n in range(NT):
-        QL_n = QL[:, n]
-        x7_n = x7[:, n]
-        Gc_n = Gc[:, n]
-        AT_n = AT[:, n]
-        v_n = v[:, n]
+    for chunk in range(NT):
+        QL_here = QL[:, chunk]
+        x7_here = x7[:, chunk]
+        Gc_here = Gc[:, chunk]
+        AT_here = AT[:, chunk]
+        v_here = v[:, chunk]
         # x4 = QL @ S
-        x4 = QL_n @ S
+        x4 = QL_here @ S
         # o = x4 + x7
-        o = x4 + x7_n
+        o = x4 + x7_here
         # x12 = AT^T @ v
-        x12 = AT_n.mT @ v_n
+        x12 = AT_here.mT @ v_here
         # S_next = (S * Gc) + x12
-        S_next = (S * Gc_n[..., None, None]) + x12
+        S_next = (S * Gc_here[..., None, None]) + x12
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1166,79 +1174,89 @@ def _backward_torch(
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in given)
     if needs & 11:
-        # x = pair(g, to, strict=False)
-        x = _pairs_of(g, False, False)
+        # x = pair(g, to, strict=True)
+        x = _pairs_of(g, False, True)
     if needs & 30:
-        # x12 = scale * q
-        x12 = scale * q
+        # x15 = scale * q
+        x15 = scale * q
     if needs & 15:
-        # x9 = sum[after](g)
-        x9 = _run(g[..., None], 'after')[..., 0]
-        # x10 = exp(x9)
-        x10 = torch.exp(x9)
+        # x12 = sum[after](g)
+        x12 = _run(g[..., None], 'after')[..., 0]
+        # x13 = exp(x12)
+        x13 = torch.exp(x12)
     if needs & 13:
-        # AT = k * x10
-        AT = k * x10[..., :, None]
-    # x33 = sum[all](g)
-    x33 = g.sum(-1)
-    # Gc = exp(x33)
-    Gc = torch.exp(x33)
-    # x5 = sum[to](g)
-    x5 = _run(g[..., None], 'to')[..., 0]
-    # x6 = exp(x5)
-    x6 = torch.exp(x5)
+        # AT = k * x13
+        AT = k * x13[..., :, None]
+    # x38 = sum[all](g)
+    x38 = g.sum(-1)
+    # Gc = exp(x38)
+    Gc = torch.exp(x38)
+    # x8 = sum[to](g)
+    x8 = _run(g[..., None], 'to')[..., 0]
+    # x9 = exp(x8)
+    x9 = torch.exp(x8)
     if needs & 30:
-        # QL = x12 * x6
-        QL = x12 * x6[..., :, None]
+        # QL = x15 * x9
+        QL = x15 * x9[..., :, None]
     if needs & 11:
         # dAqa = do @ v^T
         dAqa = do @ v.mT
     if needs & 4:
-        # x15 = Aqa^T @ do
-        x15 = Aqa.mT @ do
+        # x20 = Aqa^T @ do
+        x20 = Aqa.mT @ do
     if needs & 11:
-        # x2 = mask(dAqa, strict=False)
-        x2 = torch.tril(dAqa, 0)
+        # x2 = mask(dAqa, strict=True)
+        x2 = torch.tril(dAqa, -1)
         # x3 = x * x2
         x3 = x * x2
     if needs & 9:
         # x4 = x3 @ k
         x4 = x3 @ k
+    if needs & 3:
+        # x5 = diagonal(dAqa)
+        x5 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 1:
+        # x7 = x4 + (x5 * k)
+        x7 = x4 + (x5[..., :, None] * k)
     if needs & 10:
-        # x13 = x3^T @ x12
-        x13 = x3.mT @ x12
+        # x16 = x3^T @ x15
+        x16 = x3.mT @ x15
+    if needs & 2:
+        # x18 = x16 + (x5 * x15)
+        x18 = x16 + (x5[..., :, None] * x15)
     if needs & 8:
-        # x20 = sum_K(((x12 * x4) + -(k * x13)))
-        x20 = ((x12 * x4) + (-(k * x13))).sum(-1)
-    if needs & 15:
+        # x25 = sum_K(((x15 * x4) + -(k * x16)))
+        x25 = ((x15 * x4) + (-(k * x16))).sum(-1)
+    if needs & 9:
         S = state
         kept_S_all: list[Tensor] = []
-        for n in range(NT):
-            Gc_n = Gc[:, n]
-            AT_n = AT[:, n]
-            v_n = v[:, n]
+        for chunk in range(NT):
+            Gc_here = Gc[:, chunk]
+            AT_here = AT[:, chunk]
+            v_here = v[:, chunk]
             kept_S_all.append(S)
-            # x36 = AT^T @ v
-            x36 = AT_n.mT @ v_n
-            # S_next = (S * Gc) + x36
-            S_next = (S * Gc_n[..., None, None]) + x36
+            # x41 = AT^T @ v
+            x41 = AT_here.mT @ v_here
+            # S_next = (S * Gc) + x41
+            S_next = (S * Gc_here[..., None, None]) + x41
             S = S_next
         end_S = S
         S = _stack(kept_S_all, v, NT, K, dtype)
-    dS = dstate
-    kept_dS_all: list[Tensor] = []
-    for n in range(NT)[::-1]:
-        Gc_n = Gc[:, n]
-        QL_n = QL[:, n]
-        do_n = do[:, n]
-        kept_dS_all.append(dS)
-        # x38 = QL^T @ do
-        x38 = QL_n.mT @ do_n
-        # dS_prev = (dS * Gc) + x38
-        dS_prev = (dS * Gc_n[..., None, None]) + x38
-        dS = dS_prev
-    end_dS = dS
-    dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 30:
+        dS = dstate
+        kept_dS_all: list[Tensor] = []
+        for chunk in range(NT)[::-1]:
+            Gc_here = Gc[:, chunk]
+            QL_here = QL[:, chunk]
+            do_here = do[:, chunk]
+            kept_dS_all.append(dS)
+            # x43 = QL^T @ do
+            x43 = QL_here.mT @ do_here
+            # dS_prev = (dS * Gc) + x43
+            dS_prev = (dS * Gc_here[..., None, None]) + x43
+            dS = dS_prev
+        end_dS = dS
+        dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1246,34 +1264,34 @@ def _backward_torch(
         # dAT = v @ dS^T
         dAT = v @ dS.mT
     if needs & 4:
-        # x14 = AT @ dS
-        x14 = AT @ dS
-        # dv = x14 + x15
-        dv = x14 + x15
+        # x19 = AT @ dS
+        x19 = AT @ dS
+        # dv = x19 + x20
+        dv = x19 + x20
     if needs & 8:
-        # x31 = dS * S
-        x31 = dS * S
-        # x32 = sum_V(x31)
-        x32 = x31.sum(-1)
+        # x36 = dS * S
+        x36 = dS * S
+        # x37 = sum_V(x36)
+        x37 = x36.sum(-1)
     if needs & 1:
-        # dq = (x4 + (dQL * x6)) * scale
-        dq = (x4 + (dQL * x6[..., :, None])) * scale
+        # dq = (x7 + (dQL * x9)) * scale
+        dq = (x7 + (dQL * x9[..., :, None])) * scale
     if needs & 2:
-        # dk = (dAT * x10) + x13
-        dk = (dAT * x10[..., :, None]) + x13
+        # dk = (dAT * x13) + x18
+        dk = (dAT * x13[..., :, None]) + x18
     if needs & 8:
-        # x22 = sum_K((dQL * x12))
-        x22 = (dQL * x12).sum(-1)
-        # x25 = sum[from]((x20 + (x22 * x6)))
-        x25 = _run((x20 + (x22 * x6))[..., None], 'from')[..., 0]
-        # x27 = sum_K((dAT * k))
-        x27 = (dAT * k).sum(-1)
-        # x29 = sum[before]((x27 * x10))
-        x29 = _run((x27 * x10)[..., None], 'before')[..., 0]
-        # dGc = sum_K(x32)
-        dGc = x32.sum(-1)
-        # dg = (x25 + x29) + (dGc * Gc)
-        dg = (x25 + x29) + (dGc * Gc)[..., None]
+        # x27 = sum_K((dQL * x15))
+        x27 = (dQL * x15).sum(-1)
+        # x30 = sum[from]((x25 + (x27 * x9)))
+        x30 = _run((x25 + (x27 * x9))[..., None], 'from')[..., 0]
+        # x32 = sum_K((dAT * k))
+        x32 = (dAT * k).sum(-1)
+        # x34 = sum[before]((x32 * x13))
+        x34 = _run((x32 * x13)[..., None], 'before')[..., 0]
+        # dGc = sum_K(x37)
+        dGc = x37.sum(-1)
+        # dg = (x30 + x34) + (dGc * Gc)
+        dg = (x30 + x34) + (dGc * Gc)[..., None]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

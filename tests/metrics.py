@@ -28,8 +28,8 @@ BOUNDS: dict[torch.dtype, tuple[float, float, float]] = {
 GATE_SLACK = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 """What a gate's gradient may be off by, as a part of rms(q dq)."""
 
-FLOOR = {torch.float64: 1e-16, torch.float32: 1e-12, torch.bfloat16: 1e-12, torch.float16: 1e-12}
-"""Below this a tensor counts as zero: such references are sums that vanish, or decays of e^-30 and more."""
+FLOOR = {torch.float64: 1e-40, torch.float32: 1e-20, torch.bfloat16: 1e-20, torch.float16: 1e-20}
+"""An error below this is none: such references are decays of e^-40 and more, on their way to 0."""
 
 HEAD_FACTOR, BLOCK_FACTOR, BLOCK_ROWS = 2.0, 10.0, 16
 
