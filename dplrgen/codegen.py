@@ -17,7 +17,7 @@ import jinja2
 
 from dplrgen import pipeline, schedule
 from dplrgen.ir import OPS, Axes, Node, show, topological, unwrapped
-from dplrgen.passes import literal
+from dplrgen.passes import literal, terms
 from dplrgen.schedule import TREE, Kernel, Plan, contracts, is_leaf
 from dplrgen.variants import Variant
 
@@ -61,9 +61,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Block:
-    """A phase of a kernel ready to print: lines before the loop over V, in it, and after it."""
+    """A phase of a kernel ready to print: lines before its loop over K or V (if it has one), in it, and after it."""
 
-    over_v: bool
+    loop: str
     before: tuple[Line, ...]
     body: tuple[Line, ...]
     after: tuple[Line, ...]
@@ -265,8 +265,9 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
     all_nodes = kernel.nodes
     crossing = {a for p in kernel.phases for n in p.nodes for a in n.args if a in all_nodes and a not in p.nodes}
     for phase in kernel.phases:
-        inline = _inlinable(phase.nodes, kept | crossing | {n for n in phase.nodes if contracts(n) and phase.over_v})
-        blocks.append(_block(plan, kernel, phase.over_v, phase.nodes, inline, bound, writer, results, signature))
+        ended = {n for n in phase.nodes if phase.loop and contracts(n, phase.loop)}
+        inline = _inlinable(phase.nodes, kept | crossing | ended | set(_tree_sums(phase.nodes).values()))
+        blocks.append(_block(plan, kernel, phase.loop, phase.nodes, inline, bound, writer, results, signature))
     loads = [_memory(plan, n, signature, kernel) for n in kernel.loads]
     stores = [_memory(plan, n, signature, kernel, results) for n in kernel.stores]
     state = None
@@ -286,7 +287,8 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
         "reads_scale": "scale" in used or "scale" in str([b for b in blocks]),
         "has_tree": has_tree,
         "serves": kernel.serves,
-        "has_v": any(b.over_v for b in blocks) or kernel.kind == "scan",
+        "whole_k": kernel.whole_k,
+        "tiles": [sum(1 for m in loads if tuple(m["axes"]) == ("C", axis)) for axis in ("K", "V", "C")],
         "equations": [show(n, names) for n in kernel.nodes],
     }
 
@@ -320,65 +322,105 @@ def storage(n: Node, plan: Plan) -> str:
     return "float32"
 
 
-def _block(plan, kernel, over_v, nodes, inline, bound, writer, results, signature) -> Block:  # type: ignore[no-untyped-def]
+def _block(plan, kernel, loop, nodes, inline, bound, writer, results, signature) -> Block:  # type: ignore[no-untyped-def]
     before: list[Line] = []
     body: list[Line] = []
     after: list[Line] = []
     local: dict[Node, str] = dict(bound)
     loads = set(kernel.loads)
-    scope: dict[Node, str] = {}
+    scope: dict[Node, str] = {}  # what later phases see
+    sums = _tree_sums(nodes)
+    covered = {n for root in sums.values() for n in topological([root], frozenset(sums)) if n is not root}
 
     def load(n: Node) -> None:
         for a in [m for m in topological([n], frozenset(loads | set(local))) if m in loads and m not in local]:
             if kernel.state and a is kernel.state[0]:
                 local[a] = plan.names[a]
                 continue
+            inner = loop != "" and loop in a.axes
             line = Line("load", plan.names[a], info=_memory(plan, a, signature, kernel))
-            inner = over_v and "V" in a.axes
-            (body if inner or kernel.kind == "scan" or not over_v else before).append(line)
+            (body if inner or not loop else before).append(line)
             local[a] = plan.names[a]
             if not inner:
                 scope[a] = plan.names[a]
 
-    def store(n: Node, where: list[Line]) -> None:
+    def bind(n: Node) -> None:
+        """Name a value and store it where it is complete: after the loop if the loop sums it."""
+        local[n] = plan.names[n]
+        summed = loop != "" and contracts(n, loop)
+        if summed or not loop:
+            scope[n] = plan.names[n]
         if n in kernel.stores:
-            where.append(Line("store", local[n], info=_memory(plan, n, signature, kernel, results)))
+            line = Line("store", local[n], info=_memory(plan, n, signature, kernel, results))
+            (after if summed else body).append(line)
 
-    todo = [n for n in nodes if n not in inline]
+    todo = [n for n in nodes if n not in inline and n not in covered]
+    # What a tree does not need comes after it: everything alive during the walk is held in registers.
+    trees = [n for n in todo if n.op in TREE or n in sums.values()]
+    first = set(topological([a for n in trees for a in _operands(n, sums)]))
     while todo:
-        ready = [n for n in todo if all(_available(a, local, inline, loads) for a in n.args)]
-        plain = [n for n in ready if n.op not in TREE]
+        ready = [n for n in todo if all(_available(a, local, inline, loads) for a in _operands(n, sums))]
+        plain = [n for n in ready if n.op not in TREE and n not in sums.values()]
+        if any(n in todo for n in trees):
+            plain = [n for n in plain if n in first]
         for n in plain[:1]:
             load(n)
             name = plan.names[n]
             equation = f"{name} = {show(n, _shown(writer.names, inline))}"
-            code = unwrapped(writer.expression(n, local))
-            if over_v and contracts(n):
+            summed = loop != "" and contracts(n, loop)
+            if summed:
                 before.append(Line("zero", name, info={"axes": n.axes}))
-                body.append(Line("sum", name, code, equation))
-                local[n] = scope[n] = name
-                store(n, after)
-            else:
-                body.append(Line("let", name, code, equation))
-                local[n] = name
-                if not over_v:
-                    scope[n] = name
-                store(n, body)
+            body.append(Line("sum" if summed else "let", name, unwrapped(writer.expression(n, local)), equation))
+            bind(n)
             todo.remove(n)
         if not plain:
             if not ready:
                 raise RuntimeError(f"no order for {[plan.names[n] for n in todo]}")
-            g = ready[0].args[2]
-            group = [n for n in ready if n.args[2] is g]
+            ready = [n for n in ready if n.op in TREE or n in sums.values()]
+            members = {n: _tree_terms(n, sums) for n in ready}
+            g = next(iter(members.values()))[0][1].args[2]
+            group = [n for n in ready if members[n][0][1].args[2] is g]
             for n in group:
-                load(n)
-            body.append(_tree(plan, group, local, writer))
+                for _, t in members[n]:
+                    load(t)
+                where = before if loop and contracts(n, loop) else body
+                where.append(Line("zero", plan.names[n], info={"axes": n.axes}))
+            body.append(_tree(plan, [(plan.names[n], sign, t) for n in group for sign, t in members[n]], local, writer))
             for n in group:
-                local[n] = scope[n] = plan.names[n]
-                store(n, body)
+                bind(n)
                 todo.remove(n)
     bound.update(scope)
-    return Block(over_v, tuple(before), tuple(body), tuple(after))
+    return Block(loop, tuple(before), tuple(body), tuple(after))
+
+
+def _tree_sums(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """Tree derivatives that only ever appear in one signed sum of such, by that sum: it is accumulated as a whole."""
+    nodes = list(nodes)
+    here = set(nodes)
+    readers: dict[Node, set[Node]] = {}
+    for n in nodes:
+        for a in n.args:
+            readers.setdefault(a, set()).add(n)
+    out: dict[Node, Node] = {}
+    for root in reversed(nodes):
+        if root.op not in ("add", "neg"):
+            continue
+        parts = [t for _, t in terms(root)]
+        if not all(t.op in TREE and t.op != "gram" and t in here and t not in out for t in parts):
+            continue
+        inside = {n for n in topological([root], frozenset(parts)) if n is not root}
+        if all(readers[n] <= inside | {root} for n in inside):
+            out |= dict.fromkeys(parts, root)
+    return out
+
+
+def _tree_terms(n: Node, sums: Mapping[Node, Node]) -> list[tuple[int, Node]]:
+    return terms(n) if n in sums.values() else [(1, n)]
+
+
+def _operands(n: Node, sums: Mapping[Node, Node]) -> list[Node]:
+    """What must be there before a statement: the operands, or those of every tree term that it sums."""
+    return [a for _, t in terms(n) for a in t.args] if n in sums.values() else list(n.args)
 
 
 def _shown(names: Mapping[Node, str], inline: set[Node]) -> dict[Node, str]:
@@ -391,8 +433,9 @@ def _available(n: Node, local: Mapping[Node, str], inline: set[Node], loads: set
     return n in inline and all(_available(a, local, inline, loads) for a in n.args)
 
 
-def _tree(plan: Plan, group: list[Node], local: Mapping[Node, str], writer: _Writer) -> Line:
+def _tree(plan: Plan, group: list[tuple[str, int, Node]], local: Mapping[Node, str], writer: _Writer) -> Line:
     """All decayed Gram products of one log-decay, and their derivatives, in one walk over the levels."""
+
     def text(n: Node) -> str:
         return local.get(n) or writer._operand(n, local)
 
@@ -402,28 +445,26 @@ def _tree(plan: Plan, group: list[Node], local: Mapping[Node, str], writer: _Wri
     def operand(expression: str, side: str) -> str:
         return decayed.setdefault((expression, side), f"decayed_{len(decayed)}")
 
-    for n in group:
-        name, before, strict = plan.names[n], n.attr("left") == "before", n.attr("strict")
-        side = "decay_before" if before else "decay"
+    for name, sign, n in group:
+        side = "decay_before" if n.attr("left") == "before" else "decay"
         first, second = text(n.args[0]), text(n.args[1])
-        entry = {"name": name, "strict": strict, "side": side, "equation": f"{name} = {show(n, writer.names)}"}
+        entry = {"name": name, "strict": n.attr("strict"), "side": side, "assign": "+=" if sign > 0 else "-="}
+        entry["equation"] = f"{name} {entry['assign'] if sign < 0 else '='} {show(n, writer.names)}"
         if n.op == "gram":
             grams.append(entry | {"x": first, "y": second, "left": operand(first, side), "right": operand(second, "decay")})
         elif n.op == "gram_dx":
             dxs.append(entry | {"d": first, "right": operand(second, "decay")})
         else:
             dys.append(entry | {"d": first, "left": operand(second, side)})
-    decays = {d["d"]: None for d in (*dxs, *dys)}
-    g = group[0].args[2]
     info = {
-        "g": text(g),
+        "g": text(group[0][2].args[2]),
         "parts": "GATE_PARTS",
         "decayed": [(label, expression, side) for (expression, side), label in decayed.items()],
-        "cotangents": list(decays),
+        "cotangents": list({d["d"]: None for d in (*dxs, *dys)}),
         "grams": grams,
         "dxs": dxs,
         "dys": dys,
-        "before": any(n.attr("left") == "before" for n in group),
+        "before": any(n.attr("left") == "before" for _, _, n in group),
     }
     return Line("tree", "", info=info)
 
@@ -559,6 +600,8 @@ def render(variant: Variant) -> str:
     """The text of ``generated/<variant>.py``."""
     made = plans(variant)
     signature = {name: (heads, axes) for name, heads, axes in variant.signature()}
+    ahead, back = _side(made.forward, signature, "forward"), _side(made.backward, signature, "backward")
+    launches = [*ahead["kernels"], *back["kernels"]]
     context = {
         "variant": variant,
         "digest": digest(variant),
@@ -567,19 +610,22 @@ def render(variant: Variant) -> str:
             {"name": name, "heads": heads, "axes": axes, "role": dict(n.attrs)["role"]}
             for n, (name, heads, axes) in zip(variant.inputs, variant.signature(), strict=True)
         ],
-        "forward": _side(made.forward, signature),
-        "backward": _side(made.backward, signature),
+        "forward": ahead,
+        "backward": back,
+        "whole_k": tuple(k["key"] for k in launches if k["whole_k"]),
+        "walk_k": tuple(k["key"] for k in launches if not k["whole_k"]),
         "configs": schedule.CONFIGS,
         "glossary": _glossary(made),
     }
     return _environment().get_template("module.py.j2").render(context)
 
 
-def _side(plan: Plan, signature: Mapping[str, tuple[str, Axes]]) -> dict[str, Any]:
+def _side(plan: Plan, signature: Mapping[str, tuple[str, Axes]], side: str) -> dict[str, Any]:
     kernels = [kernel_context(plan, k, signature) for k in plan.kernels]
     inputs = (1 << len(signature)) - 1
     carried = 1 << (len(signature) + 1)  # the end of the reverse scan is the initial state's cotangent
     for k in kernels:
+        k["key"] = f"{side}.{k['name']}"
         k["serves_inputs"] = (k["serves"] & inputs) | ((1 << len(signature)) if k["serves"] & carried else 0)
         k["free"] = []
     return {

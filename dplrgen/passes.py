@@ -535,7 +535,35 @@ def _merge_factors(n: Node) -> Node | None:
     return None
 
 
-LINEAR = (_merge_linear, _merge_factors)
+@rule("gather-trees", "derivatives of decayed Gram products that are summed are summed first, in one order")
+def _gather_trees(n: Node) -> Node | None:
+    if n.op != "add":
+        return None
+    parts = terms(n)
+    for kind in ("gram_dx", "gram_dy"):
+        trees = sorted((show(t), sign, t) for sign, t in parts if t.op == kind)
+        if len(trees) < 2:
+            continue
+        lead = trees[0][1]
+        together = total([(sign * lead, t) for _, sign, t in trees], n.axes)
+        if together not in _sums_within(n):
+            return total([*(p for p in parts if p[1].op != kind), (lead, together)], n.axes)
+    return None
+
+
+def _sums_within(n: Node) -> set[Node]:
+    """Every partial sum that a sum is written with."""
+    out: set[Node] = set()
+    stack = [n]
+    while stack:
+        m = stack.pop()
+        if m.op in ("add", "neg"):
+            out.add(m)
+            stack.extend(m.args)
+    return out
+
+
+LINEAR = (_merge_linear, _merge_factors, _gather_trees)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ over chunks and makes a *scan*; the rest is parallel over chunks. Then five rule
    contracts over V, all of it rides in the scan and the states never reach memory; otherwise the scan does its cycle only.
 2. Elementwise work and running sums over inputs are recomputed in every parallel kernel that wants them; scans load
    them, since a scan's time is its length.
-3. A parallel kernel walks V in blocks; products without a value axis that need a finished contraction over V go to a
+3. A parallel kernel walks V in blocks, and K too if no operation has both axes and no product is needed in two walks;
+   products without a value axis that need a finished contraction over V go to a
    kernel of their own, so they run once, with registers to themselves.
 4. A state-sized product rides in the scan that reads it: its operands are smaller than it is.
 5. The C x C matrices that cost a tree or an inverse, and that the backward multiplies with, are saved by the forward.
@@ -30,9 +31,9 @@ TREE = frozenset({"gram", "gram_dx", "gram_dy"})
 
 @dataclass(frozen=True)
 class Phase:
-    """A run of equations of a kernel; ``over_v`` ones stand in a loop over blocks of value columns."""
+    """A run of equations of a kernel; ``loop`` is K or V for those in a loop over blocks of that axis, else empty."""
 
-    over_v: bool
+    loop: str
     nodes: tuple[Node, ...]
 
 
@@ -53,6 +54,7 @@ class Kernel:
     state: tuple[Node, Node] | None = None
     step: int = 1
     keep_state: bool = False
+    whole_k: bool = True  # tiles span the keys; otherwise K is walked in blocks
     serves: int = 0  # bit mask over the program's outputs (and one more bit a carried value's end) that need it
 
     @property
@@ -85,12 +87,13 @@ def contracts(n: Node, axis: str = "V") -> bool:
     if n.op == "sum":
         return bool(n.attr("axis") == axis)
     if n.op == "matmul":
-        return n.args[0].axes[0 if n.attr("tx") else 1] == axis
-    return False
+        return bool(n.args[0].axes[0 if n.attr("tx") else 1] == axis)
+    return n.op == "gram" and axis == "K"
 
 
-def has_v(n: Node) -> bool:
-    return "V" in n.axes or contracts(n)
+def has(n: Node, axis: str) -> bool:
+    """Whether the operation reads or makes values along the axis."""
+    return axis in n.axes or contracts(n, axis)
 
 
 def is_leaf(n: Node) -> bool:
@@ -194,7 +197,7 @@ def _placement(program: Program, stage: dict[Node, int], cheap: set[Node]) -> di
         after = contracts(n) or any(a in summed for a in mates)
         if after:
             summed.add(n)
-        behind = OPS[n.op].cost != "cheap" and not has_v(n) and any(a in summed for a in mates)
+        behind = OPS[n.op].cost != "cheap" and not has(n, "V") and any(a in summed for a in mates)
         part[n] = max([part[a] for a in mates] + [int(behind and stage[n] > 0 and stage[n] % 2 == 0)])
     results = {n for _, n in program.outputs}
     readers: dict[Node, list[Node]] = {}
@@ -203,11 +206,11 @@ def _placement(program: Program, stage: dict[Node, int], cheap: set[Node]) -> di
             readers.setdefault(a, []).append(n)
     for n in reversed(order):
         mates = [r for r in readers.get(n, []) if stage[r] == stage[n]]
-        sinkable = OPS[n.op].cost == "cheap" and not has_v(n) and n not in results and n not in cheap
+        sinkable = OPS[n.op].cost == "cheap" and not has(n, "V") and n not in results and n not in cheap
         if stage[n] % 2 == 0 and sinkable and mates and len(mates) == len(readers[n]):
             part[n] = min(part[r] for r in mates)
     for _, n in program.outputs:  # results without a value axis wait, so that they are written in one place
-        if stage[n] % 2 == 0 and stage[n] > 0 and not has_v(n) and OPS[n.op].cost == "cheap" and not is_leaf(n):
+        if stage[n] % 2 == 0 and stage[n] > 0 and not has(n, "V") and OPS[n.op].cost == "cheap" and not is_leaf(n):
             part[n] = max([p for m, p in part.items() if stage[m] == stage[n]])
     return {n: (stage[n], part[n]) for n in order}
 
@@ -267,9 +270,9 @@ def _kernel(program, slot, wanted, owner, cheap, states, results, saved) -> Kern
     name = _KIND[stage] + ("" if part == 0 else f"_{part}")
     new, step = states[state] if state is not None else (None, 1)
     kept = state is not None and any(state in m.args for m in later)
-    phases = (Phase(False, tuple(body)),) if scan else _phases(body, loads)
+    phases, whole = ((Phase("", tuple(body)),), True) if scan else _walks(body)
     pair = (state, new) if state is not None else None
-    return Kernel(name, "scan" if scan else "parallel", loads, phases, stores, pair, step, kept)
+    return Kernel(name, "scan" if scan else "parallel", loads, phases, stores, pair, step, kept, whole)
 
 
 def _costs_a_run(n: Node) -> bool:
@@ -285,25 +288,40 @@ def _reached(roots: list[Node], cheap: set[Node], owner: Mapping[Node, object], 
                 yield from _reached([a], cheap, owner, scan)
 
 
-def _phases(body: list[Node], loads: tuple[Node, ...]) -> tuple[Phase, ...]:
-    """Alternate runs without and with a loop over V; a contraction over V ends its loop."""
+def _walks(body: list[Node]) -> tuple[tuple[Phase, ...], bool]:
+    """The phases of a parallel kernel, with K walked in blocks where that can be, and whether it is not."""
+    if not any(has(n, "K") and has(n, "V") for n in body):
+        try:
+            return _phases(body, ("K", "V")), False
+        except IRError:
+            pass  # a product would be needed in two walks over K
+    return _phases(body, ("V",)), True
+
+
+def _phases(body: list[Node], loops: tuple[str, ...]) -> tuple[Phase, ...]:
+    """Phases in order: even ones without a loop, odd ones in loops. A contraction ends its loop.
+
+    A cheap value that two loops want is computed in both; IRError if a product were.
+    """
+    walk = {n: next((axis for axis in loops if has(n, axis)), "") for n in body}
     number: dict[Node, int] = {}
     for n in body:
         first = 0
         for a in n.args:
             if a in number:
-                first = max(first, number[a] + (1 if contracts(a) else 0))
-        number[n] = first + ((first + 1) % 2 if has_v(n) else first % 2)
-    phases = []
+                same = walk[n] == walk[a] and not (walk[a] and contracts(a, walk[a]))
+                first = max(first, number[a] + (0 if same or not walk[a] else 1))
+        number[n] = first + ((first + 1) % 2 if walk[n] else first % 2)
+    phases: list[Phase] = []
     for p in range(max(number.values(), default=0) + 1):
-        nodes = [n for n in body if number[n] == p]
-        if p % 2 == 1 and nodes:
-            again = [n for n in topological(nodes) if number.get(n, p) < p and has_v(n) and not contracts(n)]
+        for axis in ("", *loops):
+            mine = [n for n in body if number[n] == p and walk[n] == axis]
+            if not mine:
+                continue
+            again = {n for n in topological(mine) if axis and number.get(n, p) < p and axis in n.axes}
             if any(OPS[n.op].cost != "cheap" for n in again):
-                raise IRError(f"{again[0]!r} would be needed in two loops over V of one kernel")
-            nodes = [n for n in body if n in again or n in nodes]
-        if nodes:
-            phases.append(Phase(p % 2 == 1, tuple(nodes)))
+                raise IRError(f"a product would be needed in two loops over {axis} of one kernel")
+            phases.append(Phase(axis, tuple(n for n in body if n in again or n in mine)))
     return tuple(phases)
 
 
@@ -369,14 +387,14 @@ def _word(n: Node, names: Mapping[Node, str]) -> str:
     return "x"
 
 
-def _options(**kernels: tuple[int, int, int]) -> tuple[tuple[str, tuple[int, int, int]], ...]:
+def _options(**kernels: tuple[int, int, int, int]) -> tuple[tuple[str, tuple[int, int, int, int]], ...]:
     return tuple(kernels.items())
 
 
-#: (bytes an element, largest K, tokens a chunk, ((kernel, (columns of V a block, warps, stages)), ...)); first match wins.
-CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int]], ...]], ...] = (
-    (2, 64, 64, _options(prepare=(64, 4, 1), scan=(64, 4, 3), reverse=(64, 4, 3), finish=(64, 4, 2), finish_1=(64, 4, 1))),
-    (2, 128, 64, _options(prepare=(64, 4, 1), scan=(64, 4, 3), reverse=(64, 4, 3), finish=(64, 8, 2), finish_1=(64, 8, 1))),
-    (2, 256, 32, _options(prepare=(32, 4, 1), scan=(32, 4, 2), reverse=(32, 4, 2), finish=(32, 8, 1), finish_1=(32, 8, 1))),
-    (4, 256, 16, _options(prepare=(32, 4, 1), scan=(32, 4, 2), reverse=(32, 4, 2), finish=(32, 4, 1), finish_1=(32, 4, 1))),
+#: (bytes an element, largest K, tokens a chunk, ((kernel, (block of K, block of V, warps, stages)), ...)); first match
+#: wins. A kernel that does not walk K takes all of it; a scan's stages follow from shared memory, up to the number here.
+CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int]], ...]], ...] = (
+    (2, 128, 64, _options(prepare=(64, 64, 4, 1), scan=(0, 64, 4, 3), reverse=(0, 64, 4, 3), finish=(0, 64, 8, 1), finish_1=(64, 64, 8, 1))),
+    (2, 256, 32, _options(prepare=(64, 32, 4, 1), scan=(0, 32, 4, 3), reverse=(0, 32, 4, 3), finish=(0, 32, 8, 1), finish_1=(64, 32, 8, 1))),
+    (4, 256, 16, _options(prepare=(64, 32, 4, 1), scan=(0, 32, 4, 3), reverse=(0, 32, 4, 3), finish=(0, 32, 4, 1), finish_1=(64, 32, 4, 1))),
 )

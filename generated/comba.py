@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program 6201ad60:
+# Comba: the erase key is an input of its own, program 357e1d27:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -35,6 +35,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -49,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba"]
 
-_NAME = "comba_6201ad60"
+_NAME = "comba_357e1d27"
 
 
 def _jit(function: Any) -> Any:
@@ -227,51 +228,68 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = scale * q
-    x2 = scale * q
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x3 = x2 @ k^T
-    x3 = _dot(x2, tl.trans(k), DOT, PRECISION)
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = pair(g, to, strict=False)
     x = _pairs(g, row, False, False, GATE_PARTS)
-    # Aqa = x * x3
-    Aqa = x * x3
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
-    p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x5 = p @ k^T
-    x5 = _dot(p, tl.trans(k), DOT, PRECISION)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True, GATE_PARTS)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # E = inverse((beta * (x4 * x5)))
-    E = _inverse((beta[:, None] * (x4 * x5)), row, LEVELS, SOLVE)
-    if SAVE:
-        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # x9 = sum[to](g)
     x9 = _sums_of_numbers(_keep_to(row), g)
     # x10 = exp(x9)
     x10 = tl.exp(x9)
-    # W = E @ ((beta * p) * x10)
-    W = _dot(E, ((beta[:, None] * p) * x10[:, None]), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
-    # QL = x2 * x10
-    QL = x2 * x10[:, None]
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     # x15 = sum[after](g)
     x15 = _sums_of_numbers(_keep_after(row), g)
-    # AT = k * exp(x15)
-    AT = k * tl.exp(x15)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    # x16 = exp(x15)
+    x16 = tl.exp(x15)
     # x18 = sum[all](g)
     x18 = tl.sum(g, 0)
     # Gc = exp(x18)
     Gc = tl.exp(x18)
     tl.store(Gc_out + tile, Gc)
+    x3 = tl.zeros([C, C, ], tl.float32)
+    x5 = tl.zeros([C, C, ], tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = scale * q
+        x2 = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x3 = x2 @ k^T
+        x3 += _dot(x2, tl.trans(k), DOT, PRECISION)
+        p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x5 = p @ k^T
+        x5 += _dot(p, tl.trans(k), DOT, PRECISION)
+        # BL = (beta * p) * x10
+        BL = (beta[:, None] * p) * x10[:, None]
+        # QL = x2 * x10
+        QL = x2 * x10[:, None]
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # AT = k * x16
+        AT = k * x16[:, None]
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x7 = beta * v
+        x7 = beta[:, None] * v
+    # Aqa = x * x3
+    Aqa = x * x3
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    # E = inverse((beta * (x4 * x5)))
+    E = _inverse((beta[:, None] * (x4 * x5)), row, LEVELS, SOLVE)
+    if SAVE:
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ ((beta * p) * x10)
+        W = _dot(E, ((beta[:, None] * p) * x10[:, None]), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -333,7 +351,7 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x11 = W @ S
         x11 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -342,14 +360,14 @@ def _forward_scan(
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x13 = Aqa @ Vnew
         x13 = _dot(Aqa, Vnew, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x14 = QL @ S
         x14 = _dot(QL, S, DOT, PRECISION)
         # o = x13 + x14
         o = x13 + x14
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x17 = AT^T @ Vnew
         x17 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
@@ -378,7 +396,7 @@ def _backward_prepare(
     U_out,
     W_out,
     AT_out,
-    x20_out,
+    x24_out,
     Gc_out,
     QL_out,
     scale,
@@ -408,35 +426,38 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = sum[to](g)
     x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # W = E @ ((beta * p) * x2)
-    W = _dot(E, ((beta[:, None] * p) * x2[:, None]), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
     # x16 = sum[after](g)
     x16 = _sums_of_numbers(_keep_after(row), g)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = k * exp(x16)
-    AT = k * tl.exp(x16)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    # x59 = sum[all](g)
-    x59 = tl.sum(g, 0)
-    # Gc = exp(x59)
-    Gc = tl.exp(x59)
+    # x17 = exp(x16)
+    x17 = tl.exp(x16)
+    # x56 = sum[all](g)
+    x56 = tl.sum(g, 0)
+    # Gc = exp(x56)
+    Gc = tl.exp(x56)
     tl.store(Gc_out + tile, Gc)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # QL = (scale * q) * x2
-    QL = (scale * q) * x2[:, None]
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ ((beta * p) * x2)
+        W = _dot(E, ((beta[:, None] * p) * x2[:, None]), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # AT = k * x17
+        AT = k * x17[:, None]
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = (scale * q) * x2
+        QL = (scale * q) * x2[:, None]
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -446,9 +467,9 @@ def _backward_prepare(
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x20 = Aqa^T @ do
-        x20 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x20_out + tile * C * V, x20, row, col_v, V, C, V, V % BV == 0)
+        # x24 = Aqa^T @ do
+        x24 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x24_out + tile * C * V, x24, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -503,19 +524,19 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x7 = W @ S
         x7 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x7
         Vnew = U + (-x7)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x70 = AT^T @ Vnew
-        x70 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x67 = AT^T @ Vnew
+        x67 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x70 + (S * Gc)
-        S_next = x70 + (S * Gc)
+        # S_next = x67 + (S * Gc)
+        S_next = x67 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -524,7 +545,7 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x20_ptr,
+    x24_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
@@ -575,23 +596,23 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x19 = AT @ dS
-        x19 = _dot(AT, dS, DOT, PRECISION)
-        x20 = _load_rows(x20_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x19 + x20
-        dVnew = x19 + x20
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x23 = AT @ dS
+        x23 = _dot(AT, dS, DOT, PRECISION)
+        x24 = _load_rows(x24_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x23 + x24
+        dVnew = x23 + x24
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x73 = QL^T @ do
-        x73 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x75 = W^T @ dVnew
-        x75 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        # x70 = QL^T @ do
+        x70 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x72 = W^T @ dVnew
+        x72 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x73) + -x75
-        dS_prev = ((dS * Gc) + x73) + (-x75)
+        # dS_prev = ((dS * Gc) + x70) + -x72
+        dS_prev = ((dS * Gc) + x70) + (-x72)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -610,11 +631,11 @@ def _backward_finish(
     dQL_out,
     dAqa_out,
     dAT_out,
-    x22_out,
+    x26_out,
     dv_out,
     x32_out,
-    x58_out,
-    x67_out,
+    x55_out,
+    x64_out,
     scale,
     T,
     NT,
@@ -642,18 +663,18 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x22 = tl.zeros([C, C, ], tl.float32)
+    x26 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     x32 = tl.zeros([C, BK, ], tl.float32)
-    x58 = tl.zeros([BK, ], tl.float32)
-    x67 = tl.zeros([C, ], tl.float32)
+    x55 = tl.zeros([BK, ], tl.float32)
+    x64 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -668,32 +689,32 @@ def _backward_finish(
         # dAT = Vnew @ dS^T
         dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x21 = E^T @ dVnew
-        x21 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x22 = x21 @ Vnew^T
-        x22 += _dot(x21, tl.trans(Vnew), DOT, PRECISION)
-        # dv = x21 * beta
-        dv = x21 * beta[:, None]
+        # x25 = E^T @ dVnew
+        x25 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x26 = x25 @ Vnew^T
+        x26 += _dot(x25, tl.trans(Vnew), DOT, PRECISION)
+        # dv = x25 * beta
+        dv = x25 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x32 = x21 @ S^T
-        x32 += _dot(x21, tl.trans(S), DOT, PRECISION)
-        # x57 = dS * S
-        x57 = dS * S
-        # x58 = sum_V(x57)
-        x58 += tl.sum(x57, 1)
+        # x32 = x25 @ S^T
+        x32 += _dot(x25, tl.trans(S), DOT, PRECISION)
+        # x54 = dS * S
+        x54 = dS * S
+        # x55 = sum_V(x54)
+        x55 += tl.sum(x54, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x66 = x21 * v
-        x66 = x21 * v
-        # x67 = sum_V(x66)
-        x67 += tl.sum(x66, 1)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+        # x63 = x25 * v
+        x63 = x25 * v
+        # x64 = sum_V(x63)
+        x64 += tl.sum(x63, 1)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
-    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K == BK)
-    _store_rows(x22_out + tile * C * C, x22, row, row, C, C, C, True)
-    _store_rows(x32_out + tile * C * K, x32, row, col_k, K, C, K, K == BK)
-    tl.store(x58_out + tile * K + col_k, x58, mask=col_k < K)
-    tl.store(x67_out + tile * C + row, x67, mask=row < C)
+    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x26_out + tile * C * C, x26, row, row, C, C, C, True)
+    _store_rows(x32_out + tile * C * K, x32, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x55_out + tile * K + col_k, x55, mask=col_k < K)
+    tl.store(x64_out + tile * C + row, x64, mask=row < C)
 
 
 @_jit
@@ -703,14 +724,14 @@ def _backward_finish_1(
     dAqa_ptr,
     k_ptr,
     dAT_ptr,
-    x22_ptr,
+    q_ptr,
+    x26_ptr,
     beta_ptr,
     p_ptr,
-    q_ptr,
     x32_ptr,
-    x58_ptr,
+    x55_ptr,
     Gc_ptr,
-    x67_ptr,
+    x64_ptr,
     dq_out,
     dk_out,
     dp_out,
@@ -743,9 +764,7 @@ def _backward_finish_1(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = sum[to](g)
     x = _sums_of_numbers(_keep_to(row), g)
@@ -758,73 +777,83 @@ def _backward_finish_1(
     x4 = _pairs(g, row, False, True, GATE_PARTS)
     # x10 = x4 * x9
     x10 = x4 * x9
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x11 = x10 @ k
-    x11 = _dot(x10, k, DOT, PRECISION)
     # x12 = diagonal(dAqa)
     x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
-    dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
     # x16 = sum[after](g)
     x16 = _sums_of_numbers(_keep_after(row), g)
     # x17 = exp(x16)
     x17 = tl.exp(x16)
-    x22 = _load_rows(x22_ptr + tile * C * C, row, row, C, C, C, True)
-    # x23 = mask(x22, strict=True)
-    x23 = tl.where(_keep_before(row), x22, 0.0)
-    # x24 = x4 * x23
-    x24 = x4 * x23
+    x26 = _load_rows(x26_ptr + tile * C * C, row, row, C, C, C, True)
+    # x27 = mask(x26, strict=True)
+    x27 = tl.where(_keep_before(row), x26, 0.0)
+    # x28 = x4 * x27
+    x28 = x4 * x27
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x6 = beta * p
-    x6 = beta[:, None] * p
-    # x25 = x24^T @ x6
-    x25 = _dot(tl.trans(x24), x6, DOT, PRECISION)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x28 = scale * q
-    x28 = scale * q
-    # x29 = x10^T @ x28
-    x29 = _dot(tl.trans(x10), x28, DOT, PRECISION)
-    dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dk = ((dAT * x17) + -x25) + (x29 + (x12 * x28))
-    dk = ((dAT * x17[:, None]) + (-x25)) + (x29 + (x12[:, None] * x28))
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
-    # x35 = x24 @ k
-    x35 = _dot(x24, k, DOT, PRECISION)
-    x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x37 = -(x32 * x2) + -x35
-    x37 = (-(x32 * x2[:, None])) + (-x35)
-    # dp = x37 * beta
-    dp = x37 * beta[:, None]
-    if NEED & 8:
-        _store_rows(dp_out + ((batch * T + start) * HV + head_v) * K, dp, row, col_k, HV * K, T - start, K, K == BK)
-    # x42 = sum_K(((dQL * x28) + -(x32 * x6)))
-    x42 = tl.sum(((dQL * x28) + (-(x32 * x6))), 1)
-    # x53 = sum_K((((x6 * x35) + -(k * (x25 + -x29))) + -(x28 * x11)))
-    x53 = tl.sum((((x6 * x35) + (-(k * (x25 + (-x29))))) + (-(x28 * x11))), 1)
-    # x56 = sum[from](((x42 * x2) + -x53))
-    x56 = _sums_of_numbers(_keep_from(row), ((x42 * x2) + (-x53)))
-    x58 = tl.load(x58_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # dGc = sum_K(x58)
-    dGc = tl.sum(x58, 0)
-    # x63 = sum_K((dAT * k))
-    x63 = tl.sum((dAT * k), 1)
-    # x65 = sum[before]((x63 * x17))
-    x65 = _sums_of_numbers(_keep_before(row), (x63 * x17))
+    x42 = tl.zeros([C, ], tl.float32)
+    x50 = tl.zeros([C, ], tl.float32)
+    dGc = tl.zeros([], tl.float32)
+    x60 = tl.zeros([C, ], tl.float32)
+    x66 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x11 = x10 @ k
+        x11 = _dot(x10, k, DOT, PRECISION)
+        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
+        dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x19 = scale * q
+        x19 = scale * q
+        # x22 = x10^T @ x19
+        x22 = _dot(tl.trans(x10), x19, DOT, PRECISION)
+        p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x6 = beta * p
+        x6 = beta[:, None] * p
+        # x29 = x28^T @ x6
+        x29 = _dot(tl.trans(x28), x6, DOT, PRECISION)
+        # x31 = x22 + -x29
+        x31 = x22 + (-x29)
+        dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((dAT * x17) + (x12 * x19)) + x31
+        dk = ((dAT * x17[:, None]) + (x12[:, None] * x19)) + x31
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x35 = x28 @ k
+        x35 = _dot(x28, k, DOT, PRECISION)
+        x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x37 = -(x32 * x2) + -x35
+        x37 = (-(x32 * x2[:, None])) + (-x35)
+        # dp = x37 * beta
+        dp = x37 * beta[:, None]
+        if NEED & 8:
+            _store_rows(dp_out + ((batch * T + start) * HV + head_v) * K, dp, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x42 = sum_K(((dQL * x19) + -(x32 * x6)))
+        x42 += tl.sum(((dQL * x19) + (-(x32 * x6))), 1)
+        # x50 = sum_K((((x6 * x35) + (k * x31)) + -(x19 * x11)))
+        x50 += tl.sum((((x6 * x35) + (k * x31)) + (-(x19 * x11))), 1)
+        x55 = tl.load(x55_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x55)
+        dGc += tl.sum(x55, 0)
+        # x60 = sum_K((dAT * k))
+        x60 += tl.sum((dAT * k), 1)
+        # x66 = sum_K((x37 * p))
+        x66 += tl.sum((x37 * p), 1)
+    # x53 = sum[from](((x42 * x2) + -x50))
+    x53 = _sums_of_numbers(_keep_from(row), ((x42 * x2) + (-x50)))
+    # x62 = sum[before]((x60 * x17))
+    x62 = _sums_of_numbers(_keep_before(row), (x60 * x17))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x56 + (dGc * Gc)) + x65
-    dg = (x56 + (dGc * Gc)) + x65
+    # dg = (x53 + (dGc * Gc)) + x62
+    dg = (x53 + (dGc * Gc)) + x62
     if NEED & 16:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    # x69 = sum_K((x37 * p))
-    x69 = tl.sum((x37 * p), 1)
-    x67 = tl.load(x67_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x67 + x69
-    dbeta = x67 + x69
+    x64 = tl.load(x64_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x64 + x66
+    dbeta = x64 + x66
     if NEED & 32:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -832,16 +861,57 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [3, 1, 1],
+    "backward.scan": [2, 1, 0],
+    "backward.reverse": [3, 2, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -867,18 +937,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -886,11 +963,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -909,7 +993,8 @@ def _forward_triton(
     q, k, v, p, g, beta, = (x.contiguous() for x in (q, k, v, p, g, beta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, beta, ), K, V)
+    shared, own = _setting(q, (g, beta, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -947,11 +1032,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             W,
             U,
             Aqa,
@@ -971,7 +1056,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
 
@@ -995,7 +1080,8 @@ def _backward_triton(
     q, k, v, p, g, beta, = (x.contiguous() for x in (q, k, v, p, g, beta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, beta, ), K, V)
+    shared, own = _setting(q, (g, beta, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1013,7 +1099,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x20 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x24 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1031,7 +1117,7 @@ def _backward_triton(
                 U,
                 W,
                 AT,
-                x20,
+                x24,
                 Gc,
                 QL,
                 scale,
@@ -1042,14 +1128,14 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 63:
             Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
                 U,
                 AT,
@@ -1068,16 +1154,16 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 127:
             dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x20,
+                x24,
                 Gc,
                 QL,
                 do,
@@ -1096,16 +1182,16 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 64 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 63:
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x22 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x26 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x32 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x58 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x67 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x55 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x64 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1120,11 +1206,11 @@ def _backward_triton(
                 dQL,
                 dAqa,
                 dAT,
-                x22,
+                x26,
                 dv,
                 x32,
-                x58,
-                x67,
+                x55,
+                x64,
                 scale,
                 T,
                 NT,
@@ -1133,7 +1219,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
         if needs & 59:
             _launch(
@@ -1144,14 +1230,14 @@ def _backward_triton(
                 dAqa,
                 k,
                 dAT,
-                x22,
+                q,
+                x26,
                 beta,
                 p,
-                q,
                 x32,
-                x58,
+                x55,
                 Gc,
-                x67,
+                x64,
                 dq,
                 dk,
                 dp,
@@ -1165,7 +1251,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish_1"],
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(dp, p), _grouped(dg, g), _grouped(dbeta, beta), dh0]
 
@@ -1322,36 +1408,36 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, p, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, p, g, beta,))
-    # x2 = scale * q
-    x2 = scale * q
-    # x3 = x2 @ k^T
-    x3 = x2 @ k.mT
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
-    # Aqa = x * x3
-    Aqa = x * x3
-    # x5 = p @ k^T
-    x5 = p @ k.mT
     # x4 = pair(g, to, strict=True)
     x4 = _pairs_of(g, False, True)
-    # E = inverse((beta * (x4 * x5)))
-    E = _inverse_of((beta[..., :, None] * (x4 * x5)))
     # x9 = sum[to](g)
     x9 = _run(g[..., None], 'to')[..., 0]
     # x10 = exp(x9)
     x10 = torch.exp(x9)
-    # W = E @ ((beta * p) * x10)
-    W = E @ ((beta[..., :, None] * p) * x10[..., :, None])
-    # QL = x2 * x10
-    QL = x2 * x10[..., :, None]
     # x15 = sum[after](g)
     x15 = _run(g[..., None], 'after')[..., 0]
-    # AT = k * exp(x15)
-    AT = k * torch.exp(x15)[..., :, None]
     # x18 = sum[all](g)
     x18 = g.sum(-1)
     # Gc = exp(x18)
     Gc = torch.exp(x18)
+    # x2 = scale * q
+    x2 = scale * q
+    # x3 = x2 @ k^T
+    x3 = x2 @ k.mT
+    # x5 = p @ k^T
+    x5 = p @ k.mT
+    # QL = x2 * x10
+    QL = x2 * x10[..., :, None]
+    # AT = k * exp(x15)
+    AT = k * torch.exp(x15)[..., :, None]
+    # Aqa = x * x3
+    Aqa = x * x3
+    # E = inverse((beta * (x4 * x5)))
+    E = _inverse_of((beta[..., :, None] * (x4 * x5)))
+    # W = E @ ((beta * p) * x10)
+    W = E @ ((beta[..., :, None] * p) * x10[..., :, None])
     # U = E @ (beta * v)
     U = E @ (beta[..., :, None] * v)
     S = state
@@ -1413,35 +1499,35 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, p, g, beta, = (_chunks(x, HV, C, dtype) for x in given)
-    # x6 = beta * p
-    x6 = beta[..., :, None] * p
     # x = sum[to](g)
     x = _run(g[..., None], 'to')[..., 0]
     # x2 = exp(x)
     x2 = torch.exp(x)
-    # W = E @ (x6 * x2)
-    W = E @ (x6 * x2[..., :, None])
     # x16 = sum[after](g)
     x16 = _run(g[..., None], 'after')[..., 0]
     # x17 = exp(x16)
     x17 = torch.exp(x16)
+    # x56 = sum[all](g)
+    x56 = g.sum(-1)
+    # Gc = exp(x56)
+    Gc = torch.exp(x56)
+    # x6 = beta * p
+    x6 = beta[..., :, None] * p
+    # W = E @ (x6 * x2)
+    W = E @ (x6 * x2[..., :, None])
     # AT = k * x17
     AT = k * x17[..., :, None]
-    # x59 = sum[all](g)
-    x59 = g.sum(-1)
-    # Gc = exp(x59)
-    Gc = torch.exp(x59)
     if needs & 126:
-        # x28 = scale * q
-        x28 = scale * q
-        # QL = x28 * x2
-        QL = x28 * x2[..., :, None]
+        # x19 = scale * q
+        x19 = scale * q
+        # QL = x19 * x2
+        QL = x19 * x2[..., :, None]
     if needs & 59:
         # U = E @ (beta * v)
         U = E @ (beta[..., :, None] * v)
     if needs & 126:
-        # x20 = Aqa^T @ do
-        x20 = Aqa.mT @ do
+        # x24 = Aqa^T @ do
+        x24 = Aqa.mT @ do
     if needs & 59:
         S = state
         Vnew_all: list[Tensor] = []
@@ -1456,10 +1542,10 @@ def _backward_torch(
             x7 = W_here @ S
             # Vnew = U + -x7
             Vnew = U_here + (-x7)
-            # x70 = AT^T @ Vnew
-            x70 = AT_here.mT @ Vnew
-            # S_next = x70 + (S * Gc)
-            S_next = x70 + (S * Gc_here[..., None, None])
+            # x67 = AT^T @ Vnew
+            x67 = AT_here.mT @ Vnew
+            # S_next = x67 + (S * Gc)
+            S_next = x67 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1471,22 +1557,22 @@ def _backward_torch(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x20_here = x20[:, chunk]
+            x24_here = x24[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             W_here = W[:, chunk]
             kept_dS_all.append(dS)
-            # x19 = AT @ dS
-            x19 = AT_here @ dS
-            # dVnew = x19 + x20
-            dVnew = x19 + x20_here
-            # x73 = QL^T @ do
-            x73 = QL_here.mT @ do_here
-            # x75 = W^T @ dVnew
-            x75 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x73) + -x75
-            dS_prev = ((dS * Gc_here[..., None, None]) + x73) + (-x75)
+            # x23 = AT @ dS
+            x23 = AT_here @ dS
+            # dVnew = x23 + x24
+            dVnew = x23 + x24_here
+            # x70 = QL^T @ do
+            x70 = QL_here.mT @ do_here
+            # x72 = W^T @ dVnew
+            x72 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x70) + -x72
+            dS_prev = ((dS * Gc_here[..., None, None]) + x70) + (-x72)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -1502,27 +1588,27 @@ def _backward_torch(
         # dAT = Vnew @ dS^T
         dAT = Vnew @ dS.mT
     if needs & 62:
-        # x21 = E^T @ dVnew
-        x21 = E.mT @ dVnew
+        # x25 = E^T @ dVnew
+        x25 = E.mT @ dVnew
     if needs & 58:
-        # x22 = x21 @ Vnew^T
-        x22 = x21 @ Vnew.mT
+        # x26 = x25 @ Vnew^T
+        x26 = x25 @ Vnew.mT
     if needs & 4:
-        # dv = x21 * beta
-        dv = x21 * beta[..., :, None]
+        # dv = x25 * beta
+        dv = x25 * beta[..., :, None]
     if needs & 56:
-        # x32 = x21 @ S^T
-        x32 = x21 @ S.mT
+        # x32 = x25 @ S^T
+        x32 = x25 @ S.mT
     if needs & 16:
-        # x57 = dS * S
-        x57 = dS * S
-        # x58 = sum_V(x57)
-        x58 = x57.sum(-1)
+        # x54 = dS * S
+        x54 = dS * S
+        # x55 = sum_V(x54)
+        x55 = x54.sum(-1)
     if needs & 32:
-        # x66 = x21 * v
-        x66 = x21 * v
-        # x67 = sum_V(x66)
-        x67 = x66.sum(-1)
+        # x63 = x25 * v
+        x63 = x25 * v
+        # x64 = sum_V(x63)
+        x64 = x63.sum(-1)
     if needs & 19:
         # x9 = mask(dAqa, strict=True)
         x9 = torch.tril(dAqa, -1)
@@ -1532,31 +1618,33 @@ def _backward_torch(
     if needs & 19:
         # x10 = x4 * x9
         x10 = x4 * x9
-    if needs & 17:
-        # x11 = x10 @ k
-        x11 = x10 @ k
     if needs & 3:
         # x12 = diagonal(dAqa)
         x12 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 58:
+        # x27 = mask(x26, strict=True)
+        x27 = torch.tril(x26, -1)
+        # x28 = x4 * x27
+        x28 = x4 * x27
+    if needs & 17:
+        # x11 = x10 @ k
+        x11 = x10 @ k
     if needs & 1:
         # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
         dq = ((dQL * x2[..., :, None]) + (x11 + (x12[..., :, None] * k))) * scale
-    if needs & 58:
-        # x23 = mask(x22, strict=True)
-        x23 = torch.tril(x22, -1)
-        # x24 = x4 * x23
-        x24 = x4 * x23
     if needs & 18:
-        # x25 = x24^T @ x6
-        x25 = x24.mT @ x6
-        # x29 = x10^T @ x28
-        x29 = x10.mT @ x28
+        # x22 = x10^T @ x19
+        x22 = x10.mT @ x19
+        # x29 = x28^T @ x6
+        x29 = x28.mT @ x6
+        # x31 = x22 + -x29
+        x31 = x22 + (-x29)
     if needs & 2:
-        # dk = ((dAT * x17) + -x25) + (x29 + (x12 * x28))
-        dk = ((dAT * x17[..., :, None]) + (-x25)) + (x29 + (x12[..., :, None] * x28))
+        # dk = ((dAT * x17) + (x12 * x19)) + x31
+        dk = ((dAT * x17[..., :, None]) + (x12[..., :, None] * x19)) + x31
     if needs & 56:
-        # x35 = x24 @ k
-        x35 = x24 @ k
+        # x35 = x28 @ k
+        x35 = x28 @ k
     if needs & 40:
         # x37 = -(x32 * x2) + -x35
         x37 = (-(x32 * x2[..., :, None])) + (-x35)
@@ -1564,25 +1652,27 @@ def _backward_torch(
         # dp = x37 * beta
         dp = x37 * beta[..., :, None]
     if needs & 16:
-        # x42 = sum_K(((dQL * x28) + -(x32 * x6)))
-        x42 = ((dQL * x28) + (-(x32 * x6))).sum(-1)
-        # x53 = sum_K((((x6 * x35) + -(k * (x25 + -x29))) + -(x28 * x11)))
-        x53 = (((x6 * x35) + (-(k * (x25 + (-x29))))) + (-(x28 * x11))).sum(-1)
-        # x56 = sum[from](((x42 * x2) + -x53))
-        x56 = _run(((x42 * x2) + (-x53))[..., None], 'from')[..., 0]
-        # dGc = sum_K(x58)
-        dGc = x58.sum(-1)
-        # x63 = sum_K((dAT * k))
-        x63 = (dAT * k).sum(-1)
-        # x65 = sum[before]((x63 * x17))
-        x65 = _run((x63 * x17)[..., None], 'before')[..., 0]
-        # dg = (x56 + (dGc * Gc)) + x65
-        dg = (x56 + (dGc * Gc)[..., None]) + x65
+        # x42 = sum_K(((dQL * x19) + -(x32 * x6)))
+        x42 = ((dQL * x19) + (-(x32 * x6))).sum(-1)
+        # x50 = sum_K((((x6 * x35) + (k * x31)) + -(x19 * x11)))
+        x50 = (((x6 * x35) + (k * x31)) + (-(x19 * x11))).sum(-1)
+        # dGc = sum_K(x55)
+        dGc = x55.sum(-1)
+        # x60 = sum_K((dAT * k))
+        x60 = (dAT * k).sum(-1)
     if needs & 32:
-        # x69 = sum_K((x37 * p))
-        x69 = (x37 * p).sum(-1)
-        # dbeta = x67 + x69
-        dbeta = x67 + x69
+        # x66 = sum_K((x37 * p))
+        x66 = (x37 * p).sum(-1)
+    if needs & 16:
+        # x53 = sum[from](((x42 * x2) + -x50))
+        x53 = _run(((x42 * x2) + (-x50))[..., None], 'from')[..., 0]
+        # x62 = sum[before]((x60 * x17))
+        x62 = _run((x60 * x17)[..., None], 'before')[..., 0]
+        # dg = (x53 + (dGc * Gc)) + x62
+        dg = (x53 + (dGc * Gc)[..., None]) + x62
+    if needs & 32:
+        # dbeta = x64 + x66
+        dbeta = x64 + x66
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program b705f682:
+# the delta rule, no decay, program 9e0aaf80:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -33,6 +33,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -47,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta"]
 
-_NAME = "delta_b705f682"
+_NAME = "delta_9e0aaf80"
 
 
 def _jit(function: Any) -> Any:
@@ -221,33 +222,44 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # QL = scale * q
-    QL = scale * q
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x = QL @ k^T
-    x = _dot(QL, tl.trans(k), DOT, PRECISION)
+    x = tl.zeros([C, C, ], tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    x2 = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = scale * q
+        QL = scale * q
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = QL @ k^T
+        x += _dot(QL, tl.trans(k), DOT, PRECISION)
+        # x2 = (beta * k) @ k^T
+        x2 += _dot((beta[:, None] * k), tl.trans(k), DOT, PRECISION)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x3 = beta * v
+        x3 = beta[:, None] * v
     # Aqa = mask(x, strict=False)
     Aqa = tl.where(_keep_to(row), x, 0.0)
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # BL = beta * k
-    BL = beta[:, None] * k
-    # x2 = BL @ k^T
-    x2 = _dot(BL, tl.trans(k), DOT, PRECISION)
     # Abk = mask(x2, strict=True)
     Abk = tl.where(_keep_before(row), x2, 0.0)
     # E = inverse(Abk)
     E = _inverse(Abk, row, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
-    # W = E @ BL
-    W = _dot(E, BL, DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ (beta * k)
+        W = _dot(E, (beta[:, None] * k), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -308,7 +320,7 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = W @ S
         x4 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -317,14 +329,14 @@ def _forward_scan(
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x6 = Aqa @ Vnew
         x6 = _dot(Aqa, Vnew, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x7 = QL @ S
         x7 = _dot(QL, S, DOT, PRECISION)
         # o = x6 + x7
         o = x6 + x7
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x8 = k^T @ Vnew
         x8 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
         # S_next = x8 + S
@@ -378,19 +390,20 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # W = E @ (beta * k)
-    W = _dot(E, (beta[:, None] * k), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # QL = scale * q
-    QL = scale * q
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ (beta * k)
+        W = _dot(E, (beta[:, None] * k), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = scale * q
+        QL = scale * q
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -456,14 +469,14 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x3 = W @ S
         x3 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x3
         Vnew = U + (-x3)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x27 = k^T @ Vnew
         x27 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
         # S_next = x27 + S
@@ -526,18 +539,18 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x8 = k @ dS
         x8 = _dot(k, dS, DOT, PRECISION)
         x9 = _load_rows(x9_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x8 + x9
         dVnew = x8 + x9
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x28 = QL^T @ do
         x28 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x30 = W^T @ dVnew
         x30 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         # dS_prev = (dS + x28) + -x30
@@ -591,8 +604,8 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     x = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
@@ -631,11 +644,11 @@ def _backward_finish(
         x23 = x10 * v
         # x24 = sum_V(x23)
         x24 += tl.sum(x23, 1)
-    _store_rows(x_out + tile * C * K, x, row, col_k, K, C, K, K == BK)
+    _store_rows(x_out + tile * C * K, x, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
-    _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K == BK)
+    _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
     _store_rows(x11_out + tile * C * C, x11, row, row, C, C, C, True)
-    _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K == BK)
+    _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
     tl.store(x24_out + tile * C + row, x24, mask=row < C)
 
 
@@ -680,41 +693,43 @@ def _backward_finish_1(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
     dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
     # x5 = mask(dAqa, strict=False)
     x5 = tl.where(_keep_to(row), dAqa, 0.0)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x6 = x5 @ k
-    x6 = _dot(x5, k, DOT, PRECISION)
-    x = _load_rows(x_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dq = (x + x6) * scale
-    dq = (x + x6) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
     x11 = _load_rows(x11_ptr + tile * C * C, row, row, C, C, C, True)
     # x12 = mask(x11, strict=True)
     x12 = tl.where(_keep_before(row), x11, 0.0)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x13 = x12^T @ (beta * k)
-    x13 = _dot(tl.trans(x12), (beta[:, None] * k), DOT, PRECISION)
-    # x18 = x12 @ k
-    x18 = _dot(x12, k, DOT, PRECISION)
-    x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dBL = -x16 + -x18
-    dBL = (-x16) + (-x18)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x22 = x5^T @ (scale * q)
-    x22 = _dot(tl.trans(x5), (scale * q), DOT, PRECISION)
-    x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dk = ((x7 + -x13) + (dBL * beta)) + x22
-    dk = ((x7 + (-x13)) + (dBL * beta[:, None])) + x22
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
-    # x26 = sum_K((dBL * k))
-    x26 = tl.sum((dBL * k), 1)
+    x26 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x6 = x5 @ k
+        x6 = _dot(x5, k, DOT, PRECISION)
+        x = _load_rows(x_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = (x + x6) * scale
+        dq = (x + x6) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x13 = x12^T @ (beta * k)
+        x13 = _dot(tl.trans(x12), (beta[:, None] * k), DOT, PRECISION)
+        # x18 = x12 @ k
+        x18 = _dot(x12, k, DOT, PRECISION)
+        x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dBL = -x16 + -x18
+        dBL = (-x16) + (-x18)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x22 = x5^T @ (scale * q)
+        x22 = _dot(tl.trans(x5), (scale * q), DOT, PRECISION)
+        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((x7 + -x13) + (dBL * beta)) + x22
+        dk = ((x7 + (-x13)) + (dBL * beta[:, None])) + x22
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x26 = sum_K((dBL * k))
+        x26 += tl.sum((dBL * k), 1)
     x24 = tl.load(x24_ptr + tile * C + row, mask=row < C, other=0.0)
     # dbeta = x24 + x26
     dbeta = x24 + x26
@@ -725,16 +740,57 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [3, 1, 1],
+    "backward.scan": [2, 1, 0],
+    "backward.reverse": [3, 2, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -760,18 +816,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -779,11 +842,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -800,7 +870,8 @@ def _forward_triton(
     q, k, v, beta, = (x.contiguous() for x in (q, k, v, beta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (beta, ), K, V)
+    shared, own = _setting(q, (beta, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -832,11 +903,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             W,
             U,
             Aqa,
@@ -855,7 +926,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
 
@@ -877,7 +948,8 @@ def _backward_triton(
     q, k, v, beta, = (x.contiguous() for x in (q, k, v, beta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (beta, ), K, V)
+    shared, own = _setting(q, (beta, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -916,14 +988,14 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 15:
             Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
                 U,
                 k,
@@ -941,14 +1013,14 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 31:
             dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 k,
                 x9,
                 QL,
@@ -968,7 +1040,7 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 16 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 15:
             x = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
@@ -1003,7 +1075,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
         if needs & 11:
             _launch(
@@ -1029,7 +1101,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish_1"],
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(dbeta, beta), dh0]
 
@@ -1188,12 +1260,12 @@ def _forward_torch(
     QL = scale * q
     # x = QL @ k^T
     x = QL @ k.mT
-    # Aqa = mask(x, strict=False)
-    Aqa = torch.tril(x, 0)
     # BL = beta * k
     BL = beta[..., :, None] * k
     # x2 = BL @ k^T
     x2 = BL @ k.mT
+    # Aqa = mask(x, strict=False)
+    Aqa = torch.tril(x, 0)
     # Abk = mask(x2, strict=True)
     Abk = torch.tril(x2, -1)
     # E = inverse(Abk)
@@ -1347,14 +1419,14 @@ def _backward_torch(
     if needs & 3:
         # x5 = mask(dAqa, strict=False)
         x5 = torch.tril(dAqa, 0)
+    if needs & 10:
+        # x12 = mask(x11, strict=True)
+        x12 = torch.tril(x11, -1)
     if needs & 1:
         # x6 = x5 @ k
         x6 = x5 @ k
         # dq = (x + x6) * scale
         dq = (x + x6) * scale
-    if needs & 10:
-        # x12 = mask(x11, strict=True)
-        x12 = torch.tril(x11, -1)
     if needs & 2:
         # x13 = x12^T @ BL
         x13 = x12.mT @ BL

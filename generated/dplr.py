@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program f0311e28:
+# gated diagonal plus low rank, the master form, program 1810ad73:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -37,6 +37,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -51,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr"]
 
-_NAME = "dplr_f0311e28"
+_NAME = "dplr_1810ad73"
 
 
 def _jit(function: Any) -> Any:
@@ -233,57 +234,62 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x = scale * q
-    x = scale * q
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = sum[to](g)
-    x2 = _sums(_keep_to(row), g, GATE_PARTS)
-    # x3 = exp(x2)
-    x3 = tl.exp(x2)
-    # QL = x * x3
-    QL = x * x3
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
-    # x12 = sum[all](g)
-    x12 = tl.sum(g, 0)
-    # Gc = exp(x12)
-    Gc = tl.exp(x12)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # x14 = sum[after](g)
-    x14 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x15 = exp(x14)
-    x15 = tl.exp(x14)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # KT = k * x15
-    KT = k * x15
-    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
-    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = a * x15
-    AT = a * x15
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # Aqk = gram(x, k; g, to, strict=False)
-    # Aqa = gram(x, a; g, to, strict=False)
-    # N = gram(b, a; g, to, strict=True)
-    # Abk = gram(b, k; g, to, strict=True)
-    Aqk = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * a, 1)[:, None], 0.0)
-    N = tl.zeros([C, C], tl.float32)
-    Abk = tl.zeros([C, C], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (x * decay).to(DOT)
-        decayed_1 = (k * decay).to(DOT)
-        decayed_2 = (a * decay).to(DOT)
-        decayed_3 = (b * decay).to(DOT)
-        Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-        Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        N += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        Abk += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+    Aqk = tl.zeros([C, C, ], tl.float32)
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    N = tl.zeros([C, C, ], tl.float32)
+    Abk = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqk = gram(x, k; g, to, strict=False)
+        # Aqa = gram(x, a; g, to, strict=False)
+        # N = gram(b, a; g, to, strict=True)
+        # Abk = gram(b, k; g, to, strict=True)
+        Aqk += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * a, 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            decayed_2 = (a * decay).to(DOT)
+            decayed_3 = (b * decay).to(DOT)
+            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            N += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            Abk += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+        # x2 = sum[to](g)
+        x2 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x3 = exp(x2)
+        x3 = tl.exp(x2)
+        # QL = x * x3
+        QL = x * x3
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # BL = b * x3
+        BL = b * x3
+        # x12 = sum[all](g)
+        x12 = tl.sum(g, 0)
+        # Gc = exp(x12)
+        Gc = tl.exp(x12)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        # x14 = sum[after](g)
+        x14 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x15 = exp(x14)
+        x15 = tl.exp(x14)
+        # KT = k * x15
+        KT = k * x15
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
+        # AT = a * x15
+        AT = a * x15
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
@@ -293,9 +299,16 @@ def _forward_prepare(
     E = _inverse(N, row, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
-    # W = E @ (b * x3)
-    W = _dot(E, (b * x3), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = sum[to](g)
+        x2 = _sums(_keep_to(row), g, GATE_PARTS)
+        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ (b * exp(x2))
+        W = _dot(E, (b * tl.exp(x2)), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -365,10 +378,10 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x8 = W @ S
         x8 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -382,11 +395,11 @@ def _forward_scan(
         o = (x4 + x5) + (-x10)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x16 = KT^T @ v
         x16 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x18 = AT^T @ x9
         x18 = _dot(tl.trans(AT), x9, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -410,21 +423,21 @@ def _backward_prepare(
     g_ptr,
     do_ptr,
     k_ptr,
+    q_ptr,
     a_ptr,
     Aqa_ptr,
-    q_ptr,
     Aqk_ptr,
     U_out,
     W_out,
-    x14_out,
-    x17_out,
+    x10_out,
+    x16_out,
+    x26_out,
+    x28_out,
     AT_out,
-    x27_out,
-    x34_out,
-    x36_out,
+    x32_out,
     KT_out,
     U2_out,
-    x40_out,
+    x41_out,
     Gc_out,
     QL_out,
     scale,
@@ -454,46 +467,45 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = sum[to](g)
-    x2 = _sums(_keep_to(row), g, GATE_PARTS)
-    # x3 = exp(x2)
-    x3 = tl.exp(x2)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # W = E @ (b * x3)
-    W = _dot(E, (b * x3), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
-    # x21 = sum[after](g)
-    x21 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x22 = exp(x21)
-    x22 = tl.exp(x21)
-    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = a * x22
-    AT = a * x22
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x33 = scale * q
-    x33 = scale * q
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # KT = k * x22
-    KT = k * x22
-    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
     Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ Abk
     U2 = _dot(E, Abk, DOT, PRECISION)
     _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
-    # x84 = sum[all](g)
-    x84 = tl.sum(g, 0)
-    # Gc = exp(x84)
-    Gc = tl.exp(x84)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # QL = x33 * x3
-    QL = x33 * x3
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = sum[to](g)
+        x2 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x3 = exp(x2)
+        x3 = tl.exp(x2)
+        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ (b * x3)
+        W = _dot(E, (b * x3), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x22 = sum[after](g)
+        x22 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x23 = exp(x22)
+        x23 = tl.exp(x22)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # AT = a * x23
+        AT = a * x23
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # KT = k * x23
+        KT = k * x23
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
+        # x83 = sum[all](g)
+        x83 = tl.sum(g, 0)
+        # Gc = exp(x83)
+        Gc = tl.exp(x83)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = (scale * q) * x3
+        QL = (scale * q) * x3
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     dAqk = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
@@ -509,38 +521,46 @@ def _backward_prepare(
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x26 = Aqa^T @ do
-        x26 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x27 = -x26
-        x27 = -x26
-        _store_rows(x27_out + tile * C * V, x27, row, col_v, V, C, V, V % BV == 0)
-        # x40 = Aqk^T @ do
-        x40 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x40_out + tile * C * V, x40, row, col_v, V, C, V, V % BV == 0)
-    # x13 = mask(dAqk, strict=True)
-    x13 = tl.where(_keep_before(row), dAqk, 0.0)
-    # x15 = diagonal(dAqk)
-    x15 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    # x14 = gram_dx(x13, k; g, to, strict=True)
-    # x34 = gram_dy(x13, x33; g, to, strict=True)
-    x14 = tl.zeros([C, BK], tl.float32)
-    x34 = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (k * decay).to(DOT)
-        decayed_1 = (x33 * decay).to(DOT)
-        d_0 = tl.where(edge, x13, 0.0).to(DOT)
-        x14 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x34 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-    _store_rows(x14_out + tile * C * K, x14, row, col_k, K, C, K, K == BK)
-    _store_rows(x34_out + tile * C * K, x34, row, col_k, K, C, K, K == BK)
-    # x17 = x14 + (x15 * k)
-    x17 = x14 + (x15[:, None] * k)
-    _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K == BK)
-    # x36 = x34 + (x15 * x33)
-    x36 = x34 + (x15[:, None] * x33)
-    _store_rows(x36_out + tile * C * K, x36, row, col_k, K, C, K, K == BK)
+        # x31 = Aqa^T @ do
+        x31 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x32 = -x31
+        x32 = -x31
+        _store_rows(x32_out + tile * C * V, x32, row, col_v, V, C, V, V % BV == 0)
+        # x41 = Aqk^T @ do
+        x41 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x41_out + tile * C * V, x41, row, col_v, V, C, V, V % BV == 0)
+    # x9 = diagonal(dAqk)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x14 = mask(dAqk, strict=True)
+    x14 = tl.where(_keep_before(row), dAqk, 0.0)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x25 = scale * q
+        x25 = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        x16 = tl.zeros([C, BK, ], tl.float32)
+        x28 = tl.zeros([C, BK, ], tl.float32)
+        # x16 -= gram_dx(x14, k; g, to, strict=True)
+        # x28 = gram_dy(x14, x25; g, to, strict=True)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (k * decay).to(DOT)
+            decayed_1 = (x25 * decay).to(DOT)
+            d_0 = tl.where(edge, x14, 0.0).to(DOT)
+            x16 -= decay * _dot(d_0, decayed_0, DOT, PRECISION)
+            x28 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+        _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
+        _store_rows(x28_out + tile * C * K, x28, row, col_k, K, C, K, K % BK == 0)
+        # x10 = x9 * k
+        x10 = x9[:, None] * k
+        _store_rows(x10_out + tile * C * K, x10, row, col_k, K, C, K, K % BK == 0)
+        # x26 = x9 * x25
+        x26 = x9[:, None] * x25
+        _store_rows(x26_out + tile * C * K, x26, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -597,23 +617,23 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = W @ S
         x4 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x5 = U + x4
         x5 = U + x4
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x87 = KT^T @ v
-        x87 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x89 = AT^T @ x5
-        x89 = _dot(tl.trans(AT), x5, DOT, PRECISION)
+        # x86 = KT^T @ v
+        x86 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x88 = AT^T @ x5
+        x88 = _dot(tl.trans(AT), x5, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x87) + -x89
-        S_next = ((S * Gc[:, None]) + x87) + (-x89)
+        # S_next = ((S * Gc) + x86) + -x88
+        S_next = ((S * Gc[:, None]) + x86) + (-x88)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -622,12 +642,12 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x27_ptr,
+    x32_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x28_out,
+    x33_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -673,23 +693,23 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x24 = AT @ dS
-        x24 = _dot(AT, dS, DOT, PRECISION)
-        x27 = _load_rows(x27_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x28 = -x24 + x27
-        x28 = (-x24) + x27
-        _store_rows(x28_out + tile * C * V, x28, row, col_v, V, C, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x92 = W^T @ x28
-        x92 = _dot(tl.trans(W), x28, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x29 = AT @ dS
+        x29 = _dot(AT, dS, DOT, PRECISION)
+        x32 = _load_rows(x32_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x33 = -x29 + x32
+        x33 = (-x29) + x32
+        _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x91 = W^T @ x33
+        x91 = _dot(tl.trans(W), x33, DOT, PRECISION)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x94 = QL^T @ do
-        x94 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x93 = QL^T @ do
+        x93 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x92) + x94
-        dS_prev = ((dS * Gc[:, None]) + x92) + x94
+        # dS_prev = ((dS * Gc) + x91) + x93
+        dS_prev = ((dS * Gc[:, None]) + x91) + x93
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -703,17 +723,17 @@ def _backward_finish(
     v_ptr,
     dS_ptr,
     E_ptr,
-    x28_ptr,
+    x33_ptr,
     KT_ptr,
     U2_ptr,
-    x40_ptr,
+    x41_ptr,
     x6_out,
     dQL_out,
     dKT_out,
     dAbk_out,
     dv_out,
-    x41_out,
-    x44_out,
+    x43_out,
+    x48_out,
     dBL_out,
     dGc_out,
     scale,
@@ -743,18 +763,18 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     x6 = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     dAbk = tl.zeros([C, C, ], tl.float32)
-    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
-    x41 = tl.zeros([C, BK, ], tl.float32)
-    x44 = tl.zeros([C, C, ], tl.float32)
+    x43 = tl.zeros([C, BK, ], tl.float32)
+    x48 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
@@ -771,37 +791,37 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        x28 = _load_rows(x28_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x29 = E^T @ x28
-        x29 = _dot(tl.trans(E), x28, DOT, PRECISION)
-        # dAbk = x29 @ v^T
-        dAbk += _dot(x29, tl.trans(v), DOT, PRECISION)
-        # x37 = KT @ dS
-        x37 = _dot(KT, dS, DOT, PRECISION)
-        # x38 = U2^T @ x28
-        x38 = _dot(tl.trans(U2), x28, DOT, PRECISION)
-        x40 = _load_rows(x40_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dv = (x37 + x38) + x40
-        dv = (x37 + x38) + x40
+        x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x34 = E^T @ x33
+        x34 = _dot(tl.trans(E), x33, DOT, PRECISION)
+        # dAbk = x34 @ v^T
+        dAbk += _dot(x34, tl.trans(v), DOT, PRECISION)
+        # x38 = KT @ dS
+        x38 = _dot(KT, dS, DOT, PRECISION)
+        # x39 = U2^T @ x33
+        x39 = _dot(tl.trans(U2), x33, DOT, PRECISION)
+        x41 = _load_rows(x41_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = (x38 + x39) + x41
+        dv = (x38 + x39) + x41
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x41 = x5 @ dS^T
-        x41 += _dot(x5, tl.trans(dS), DOT, PRECISION)
-        # x44 = x29 @ x5^T
-        x44 += _dot(x29, tl.trans(x5), DOT, PRECISION)
-        # dBL = x29 @ S^T
-        dBL += _dot(x29, tl.trans(S), DOT, PRECISION)
-        # x83 = dS * S
-        x83 = dS * S
-        # dGc = sum_V(x83)
-        dGc += tl.sum(x83, 1)
+        # x43 = x5 @ dS^T
+        x43 += _dot(x5, tl.trans(dS), DOT, PRECISION)
+        # x48 = x34 @ x5^T
+        x48 += _dot(x34, tl.trans(x5), DOT, PRECISION)
+        # dBL = x34 @ S^T
+        dBL += _dot(x34, tl.trans(S), DOT, PRECISION)
+        # x82 = dS * S
+        x82 = dS * S
+        # dGc = sum_V(x82)
+        dGc += tl.sum(x82, 1)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
-    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K == BK)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
-    _store_rows(x41_out + tile * C * K, x41, row, col_k, K, C, K, K == BK)
-    _store_rows(x44_out + tile * C * C, x44, row, row, C, C, C, True)
-    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K == BK)
+    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x48_out + tile * C * C, x48, row, row, C, C, C, True)
+    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K % BK == 0)
     tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
 
 
@@ -809,20 +829,20 @@ def _backward_finish(
 def _backward_finish_1(
     x6_ptr,
     a_ptr,
+    x10_ptr,
     g_ptr,
-    x17_ptr,
+    x16_ptr,
     dQL_ptr,
     dKT_ptr,
+    x26_ptr,
     dAbk_ptr,
     b_ptr,
-    x36_ptr,
-    x41_ptr,
-    x44_ptr,
+    x28_ptr,
     q_ptr,
+    x43_ptr,
+    x48_ptr,
     dBL_ptr,
     k_ptr,
-    x14_ptr,
-    x34_ptr,
     dGc_ptr,
     Gc_ptr,
     dq_out,
@@ -857,116 +877,156 @@ def _backward_finish_1(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
     x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
-    # x7 = mask(x6, strict=True)
-    x7 = tl.where(_keep_before(row), x6, 0.0)
-    # x10 = diagonal(-x6)
-    x10 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = sum[to](g)
-    x2 = _sums(_keep_to(row), g, GATE_PARTS)
-    # x3 = exp(x2)
-    x3 = tl.exp(x2)
-    # x21 = sum[after](g)
-    x21 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x22 = exp(x21)
-    x22 = tl.exp(x21)
+    # x7 = diagonal(-x6)
+    x7 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
+    # x12 = mask(x6, strict=True)
+    x12 = tl.where(_keep_before(row), x6, 0.0)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    # x30 = mask(dAbk, strict=True)
-    x30 = tl.where(_keep_before(row), dAbk, 0.0)
-    x44 = _load_rows(x44_ptr + tile * C * C, row, row, C, C, C, True)
-    # x45 = mask(x44, strict=True)
-    x45 = tl.where(_keep_before(row), x44, 0.0)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x33 = scale * q
-    x33 = scale * q
-    x41 = _load_rows(x41_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x81 = sum[before](((-(x41 * a) + (dKT * k)) * x22))
-    x81 = _sums(_keep_before(row), (((-(x41 * a)) + (dKT * k)) * x22), SUM_PARTS)
-    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x8 = gram_dx(x7, a; g, to, strict=True)
-    # x54 = gram_dx(x30, k; g, to, strict=True)
-    # x56 = gram_dx(x45, a; g, to, strict=True)
-    # x31 = gram_dy(x30, b; g, to, strict=True)
-    # x46 = gram_dy(x45, b; g, to, strict=True)
-    # x49 = gram_dy(x7, x33; g, to, strict=True)
-    x8 = tl.zeros([C, BK], tl.float32)
-    x54 = tl.zeros([C, BK], tl.float32)
-    x56 = tl.zeros([C, BK], tl.float32)
-    x31 = tl.zeros([C, BK], tl.float32)
-    x46 = tl.zeros([C, BK], tl.float32)
-    x49 = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (a * decay).to(DOT)
-        decayed_1 = (b * decay).to(DOT)
-        decayed_2 = (x33 * decay).to(DOT)
-        decayed_3 = (k * decay).to(DOT)
-        d_0 = tl.where(edge, x7, 0.0).to(DOT)
-        d_1 = tl.where(edge, x30, 0.0).to(DOT)
-        d_2 = tl.where(edge, x45, 0.0).to(DOT)
-        x8 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x54 += decay * _dot(d_1, decayed_3, DOT, PRECISION)
-        x56 += decay * _dot(d_2, decayed_0, DOT, PRECISION)
-        x31 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x46 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
-        x49 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
-    # x9 = -x8
-    x9 = -x8
-    x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dq = (((x9 + (x10 * a)) + x17) + (dQL * x3)) * scale
-    dq = (((x9 + (x10[:, None] * a)) + x17) + (dQL * x3)) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
-    x36 = _load_rows(x36_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dk = ((dKT * x22) + x31) + x36
-    dk = ((dKT * x22) + x31) + x36
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
-    # da = (-(x41 * x22) + -x46) + (-x49 + (x10 * x33))
-    da = ((-(x41 * x22)) + (-x46)) + ((-x49) + (x10[:, None] * x33))
-    if NEED & 8:
-        _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K == BK)
-    # x57 = -x56
-    x57 = -x56
-    dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # db = ((dBL * x3) + x54) + x57
-    db = ((dBL * x3) + x54) + x57
-    if NEED & 16:
-        _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, T - start, K, K == BK)
-    x14 = _load_rows(x14_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    x34 = _load_rows(x34_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x75 = sum[from]((((((x33 * (x14 + x9)) + (a * (x46 + x49))) + (b * (x54 + x57))) + -(k * (x31 + x34))) + (((dBL * b) + (dQL * x33)) * x3)))
-    x75 = _sums(_keep_from(row), (((((x33 * (x14 + x9)) + (a * (x46 + x49))) + (b * (x54 + x57))) + (-(k * (x31 + x34)))) + (((dBL * b) + (dQL * x33)) * x3)), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # dg = (x75 + x81) + (dGc * Gc)
-    dg = (x75 + x81) + (dGc * Gc)[None, :]
-    if NEED & 32:
-        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
+    # x35 = mask(dAbk, strict=True)
+    x35 = tl.where(_keep_before(row), dAbk, 0.0)
+    x48 = _load_rows(x48_ptr + tile * C * C, row, row, C, C, C, True)
+    # x49 = mask(x48, strict=True)
+    x49 = tl.where(_keep_before(row), x48, 0.0)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = sum[to](g)
+        x2 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x3 = exp(x2)
+        x3 = tl.exp(x2)
+        # x22 = sum[after](g)
+        x22 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x23 = exp(x22)
+        x23 = tl.exp(x22)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x25 = scale * q
+        x25 = scale * q
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x13 = tl.zeros([C, BK, ], tl.float32)
+        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x36 = tl.zeros([C, BK, ], tl.float32)
+        x51 = tl.zeros([C, BK, ], tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x57 = tl.zeros([C, BK, ], tl.float32)
+        # x13 = gram_dx(x12, a; g, to, strict=True)
+        # x57 = gram_dx(x49, a; g, to, strict=True)
+        # x57 -= gram_dx(x35, k; g, to, strict=True)
+        # x36 = gram_dy(x35, b; g, to, strict=True)
+        # x51 = gram_dy(x12, x25; g, to, strict=True)
+        # x51 = gram_dy(x49, b; g, to, strict=True)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (a * decay).to(DOT)
+            decayed_1 = (b * decay).to(DOT)
+            decayed_2 = (x25 * decay).to(DOT)
+            decayed_3 = (k * decay).to(DOT)
+            d_0 = tl.where(edge, x12, 0.0).to(DOT)
+            d_1 = tl.where(edge, x49, 0.0).to(DOT)
+            d_2 = tl.where(edge, x35, 0.0).to(DOT)
+            x13 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+            x57 += decay * _dot(d_1, decayed_0, DOT, PRECISION)
+            x57 -= decay * _dot(d_2, decayed_3, DOT, PRECISION)
+            x36 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
+            x51 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
+            x51 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
+        x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x17 = x13 + x16
+        x17 = x13 + x16
+        x10 = _load_rows(x10_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((((x7 * a) + x10) + -x17) + (dQL * x3)) * scale
+        dq = ((((x7[:, None] * a) + x10) + (-x17)) + (dQL * x3)) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x28 = _load_rows(x28_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x37 = x28 + x36
+        x37 = x28 + x36
+        dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x26 = _load_rows(x26_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((dKT * x23) + x26) + x37
+        dk = ((dKT * x23) + x26) + x37
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # da = ((x7 * x25) + -(x43 * x23)) + -x51
+        da = ((x7[:, None] * x25) + (-(x43 * x23))) + (-x51)
+        if NEED & 8:
+            _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K % BK == 0)
+        dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # db = (dBL * x3) + -x57
+        db = (dBL * x3) + (-x57)
+        if NEED & 16:
+            _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x74 = sum[from](((((-(x25 * x17) + (a * x51)) + -(b * x57)) + -(k * x37)) + (((dBL * b) + (dQL * x25)) * x3)))
+        x74 = _sums(_keep_from(row), (((((-(x25 * x17)) + (a * x51)) + (-(b * x57))) + (-(k * x37))) + (((dBL * b) + (dQL * x25)) * x3)), SUM_PARTS)
+        # x80 = sum[before](((-(x43 * a) + (dKT * k)) * x23))
+        x80 = _sums(_keep_before(row), (((-(x43 * a)) + (dKT * k)) * x23), SUM_PARTS)
+        dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x74 + x80) + (dGc * Gc)
+        dg = (x74 + x80) + (dGc * Gc)[None, :]
+        if NEED & 32:
+            _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [4, 3, 1],
+    "backward.scan": [3, 2, 0],
+    "backward.reverse": [3, 2, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -992,18 +1052,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -1011,11 +1078,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -1034,7 +1108,8 @@ def _forward_triton(
     q, k, v, a, b, g, = (x.contiguous() for x in (q, k, v, a, b, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, ), K, V)
+    shared, own = _setting(q, (g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -1080,11 +1155,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
             x5,
             W,
@@ -1107,7 +1182,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), Abk if save else q.new_empty((0,)), ]
 
@@ -1133,7 +1208,8 @@ def _backward_triton(
     q, k, v, a, b, g, = (x.contiguous() for x in (q, k, v, a, b, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, ), K, V)
+    shared, own = _setting(q, (g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1150,15 +1226,15 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x14 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x10 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x16 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x26 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x28 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x27 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x34 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x36 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x32 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x40 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x41 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1171,21 +1247,21 @@ def _backward_triton(
                 g,
                 do,
                 k,
+                q,
                 a,
                 Aqa,
-                q,
                 Aqk,
                 U,
                 W,
-                x14,
-                x17,
+                x10,
+                x16,
+                x26,
+                x28,
                 AT,
-                x27,
-                x34,
-                x36,
+                x32,
                 KT,
                 U2,
-                x40,
+                x41,
                 Gc,
                 QL,
                 scale,
@@ -1196,14 +1272,14 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 63:
             x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
                 U,
                 Gc,
@@ -1224,21 +1300,21 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 127:
-            x28 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x27,
+                x32,
                 Gc,
                 W,
                 QL,
                 do,
-                x28,
+                x33,
                 last,
                 dh0,
                 kept_dS,
@@ -1252,15 +1328,15 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 64 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 63:
             x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x41 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x44 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x48 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dBL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
@@ -1272,17 +1348,17 @@ def _backward_triton(
                 v,
                 kept_dS,
                 E,
-                x28,
+                x33,
                 KT,
                 U2,
-                x40,
+                x41,
                 x6,
                 dQL,
                 dKT,
                 dAbk,
                 dv,
-                x41,
-                x44,
+                x43,
+                x48,
                 dBL,
                 dGc,
                 scale,
@@ -1293,7 +1369,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
         if needs & 59:
             _launch(
@@ -1301,20 +1377,20 @@ def _backward_triton(
                 B * NT * HV,
                 x6,
                 a,
+                x10,
                 g,
-                x17,
+                x16,
                 dQL,
                 dKT,
+                x26,
                 dAbk,
                 b,
-                x36,
-                x41,
-                x44,
+                x28,
                 q,
+                x43,
+                x48,
                 dBL,
                 k,
-                x14,
-                x34,
                 dGc,
                 Gc,
                 dq,
@@ -1330,7 +1406,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish_1"],
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(da, a), _grouped(db, b), _grouped(dg, g), dh0]
 
@@ -1501,12 +1577,8 @@ def _forward_torch(
     Aqa = _gram(x, a, g, False, False)
     # N = gram(b, a; g, to, strict=True)
     N = _gram(b, a, g, False, True)
-    # E = inverse(N)
-    E = _inverse_of(N)
     # Abk = gram(b, k; g, to, strict=True)
     Abk = _gram(b, k, g, False, True)
-    # W = E @ (b * x3)
-    W = E @ (b * x3)
     # x12 = sum[all](g)
     x12 = g.sum(-2)
     # Gc = exp(x12)
@@ -1519,6 +1591,10 @@ def _forward_torch(
     KT = k * x15
     # AT = a * x15
     AT = a * x15
+    # E = inverse(N)
+    E = _inverse_of(N)
+    # W = E @ (b * x3)
+    W = E @ (b * x3)
     # x5 = Aqk @ v
     x5 = Aqk @ v
     # x7 = Abk @ v
@@ -1591,34 +1667,34 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, a, b, g, = (_chunks(x, HV, C, dtype) for x in given)
+    if needs & 4:
+        # U2 = E @ Abk
+        U2 = E @ Abk
     # x2 = sum[to](g)
     x2 = _run(g, 'to')
     # x3 = exp(x2)
     x3 = torch.exp(x2)
     # W = E @ (b * x3)
     W = E @ (b * x3)
-    # x21 = sum[after](g)
-    x21 = _run(g, 'after')
-    # x22 = exp(x21)
-    x22 = torch.exp(x21)
-    # AT = a * x22
-    AT = a * x22
     if needs & 126:
-        # x33 = scale * q
-        x33 = scale * q
+        # x25 = scale * q
+        x25 = scale * q
+    # x22 = sum[after](g)
+    x22 = _run(g, 'after')
+    # x23 = exp(x22)
+    x23 = torch.exp(x22)
+    # AT = a * x23
+    AT = a * x23
     if needs & 61:
-        # KT = k * x22
-        KT = k * x22
-    if needs & 4:
-        # U2 = E @ Abk
-        U2 = E @ Abk
-    # x84 = sum[all](g)
-    x84 = g.sum(-2)
-    # Gc = exp(x84)
-    Gc = torch.exp(x84)
+        # KT = k * x23
+        KT = k * x23
+    # x83 = sum[all](g)
+    x83 = g.sum(-2)
+    # Gc = exp(x83)
+    Gc = torch.exp(x83)
     if needs & 126:
-        # QL = x33 * x3
-        QL = x33 * x3
+        # QL = x25 * x3
+        QL = x25 * x3
     if needs & 57:
         # x = Abk @ v
         x = Abk @ v
@@ -1628,31 +1704,33 @@ def _backward_torch(
         # dAqk = do @ v^T
         dAqk = do @ v.mT
     if needs & 126:
-        # x26 = Aqa^T @ do
-        x26 = Aqa.mT @ do
-        # x27 = -x26
-        x27 = -x26
+        # x31 = Aqa^T @ do
+        x31 = Aqa.mT @ do
+        # x32 = -x31
+        x32 = -x31
     if needs & 4:
-        # x40 = Aqk^T @ do
-        x40 = Aqk.mT @ do
-    if needs & 35:
-        # x13 = mask(dAqk, strict=True)
-        x13 = torch.tril(dAqk, -1)
-    if needs & 33:
-        # x14 = gram_dx(x13, k; g, to, strict=True)
-        x14 = _gram_dx(x13, k, g, False)
+        # x41 = Aqk^T @ do
+        x41 = Aqk.mT @ do
     if needs & 3:
-        # x15 = diagonal(dAqk)
-        x15 = dAqk.diagonal(dim1=-2, dim2=-1)
+        # x9 = diagonal(dAqk)
+        x9 = dAqk.diagonal(dim1=-2, dim2=-1)
+    if needs & 35:
+        # x14 = mask(dAqk, strict=True)
+        x14 = torch.tril(dAqk, -1)
     if needs & 1:
-        # x17 = x14 + (x15 * k)
-        x17 = x14 + (x15[..., :, None] * k)
-    if needs & 34:
-        # x34 = gram_dy(x13, x33; g, to, strict=True)
-        x34 = _gram_dy(x13, x33, g, False)
+        # x10 = x9 * k
+        x10 = x9[..., :, None] * k
+    if needs & 33:
+        # x15 = gram_dx(x14, k; g, to, strict=True)
+        x15 = _gram_dx(x14, k, g, False)
+        # x16 = -x15
+        x16 = -x15
     if needs & 2:
-        # x36 = x34 + (x15 * x33)
-        x36 = x34 + (x15[..., :, None] * x33)
+        # x26 = x9 * x25
+        x26 = x9[..., :, None] * x25
+    if needs & 34:
+        # x28 = gram_dy(x14, x25; g, to, strict=True)
+        x28 = _gram_dy(x14, x25, g, False)
     if needs & 57:
         S = state
         x5_all: list[Tensor] = []
@@ -1669,12 +1747,12 @@ def _backward_torch(
             x4 = W_here @ S
             # x5 = U + x4
             x5 = U_here + x4
-            # x87 = KT^T @ v
-            x87 = KT_here.mT @ v_here
-            # x89 = AT^T @ x5
-            x89 = AT_here.mT @ x5
-            # S_next = ((S * Gc) + x87) + -x89
-            S_next = ((S * Gc_here[..., :, None]) + x87) + (-x89)
+            # x86 = KT^T @ v
+            x86 = KT_here.mT @ v_here
+            # x88 = AT^T @ x5
+            x88 = AT_here.mT @ x5
+            # S_next = ((S * Gc) + x86) + -x88
+            S_next = ((S * Gc_here[..., :, None]) + x86) + (-x88)
             x5_all.append(x5)
             S = S_next
         end_S = S
@@ -1682,30 +1760,30 @@ def _backward_torch(
         S = _stack(kept_S_all, v, NT, K, dtype)
     if needs & 126:
         dS = dstate
-        x28_all: list[Tensor] = []
+        x33_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x27_here = x27[:, chunk]
+            x32_here = x32[:, chunk]
             Gc_here = Gc[:, chunk]
             W_here = W[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x24 = AT @ dS
-            x24 = AT_here @ dS
-            # x28 = -x24 + x27
-            x28 = (-x24) + x27_here
-            # x92 = W^T @ x28
-            x92 = W_here.mT @ x28
-            # x94 = QL^T @ do
-            x94 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x92) + x94
-            dS_prev = ((dS * Gc_here[..., :, None]) + x92) + x94
-            x28_all.append(x28)
+            # x29 = AT @ dS
+            x29 = AT_here @ dS
+            # x33 = -x29 + x32
+            x33 = (-x29) + x32_here
+            # x91 = W^T @ x33
+            x91 = W_here.mT @ x33
+            # x93 = QL^T @ do
+            x93 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x91) + x93
+            dS_prev = ((dS * Gc_here[..., :, None]) + x91) + x93
+            x33_all.append(x33)
             dS = dS_prev
         end_dS = dS
-        x28 = _stack(x28_all[::-1], v, NT, C, dtype)
+        x33 = _stack(x33_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 41:
         # x6 = do @ x5^T
@@ -1717,83 +1795,87 @@ def _backward_torch(
         # dKT = v @ dS^T
         dKT = v @ dS.mT
     if needs & 58:
-        # x29 = E^T @ x28
-        x29 = E.mT @ x28
+        # x34 = E^T @ x33
+        x34 = E.mT @ x33
     if needs & 50:
-        # dAbk = x29 @ v^T
-        dAbk = x29 @ v.mT
+        # dAbk = x34 @ v^T
+        dAbk = x34 @ v.mT
     if needs & 4:
-        # x37 = KT @ dS
-        x37 = KT @ dS
-        # x38 = U2^T @ x28
-        x38 = U2.mT @ x28
-        # dv = (x37 + x38) + x40
-        dv = (x37 + x38) + x40
+        # x38 = KT @ dS
+        x38 = KT @ dS
+        # x39 = U2^T @ x33
+        x39 = U2.mT @ x33
+        # dv = (x38 + x39) + x41
+        dv = (x38 + x39) + x41
     if needs & 40:
-        # x41 = x5 @ dS^T
-        x41 = x5 @ dS.mT
+        # x43 = x5 @ dS^T
+        x43 = x5 @ dS.mT
     if needs & 56:
-        # x44 = x29 @ x5^T
-        x44 = x29 @ x5.mT
+        # x48 = x34 @ x5^T
+        x48 = x34 @ x5.mT
     if needs & 48:
-        # dBL = x29 @ S^T
-        dBL = x29 @ S.mT
+        # dBL = x34 @ S^T
+        dBL = x34 @ S.mT
     if needs & 32:
-        # x83 = dS * S
-        x83 = dS * S
-        # dGc = sum_V(x83)
-        dGc = x83.sum(-1)
-    if needs & 41:
-        # x7 = mask(x6, strict=True)
-        x7 = torch.tril(x6, -1)
-    if needs & 33:
-        # x8 = gram_dx(x7, a; g, to, strict=True)
-        x8 = _gram_dx(x7, a, g, False)
-        # x9 = -x8
-        x9 = -x8
+        # x82 = dS * S
+        x82 = dS * S
+        # dGc = sum_V(x82)
+        dGc = x82.sum(-1)
     if needs & 9:
-        # x10 = diagonal(-x6)
-        x10 = (-x6).diagonal(dim1=-2, dim2=-1)
-    if needs & 1:
-        # dq = (((x9 + (x10 * a)) + x17) + (dQL * x3)) * scale
-        dq = (((x9 + (x10[..., :, None] * a)) + x17) + (dQL * x3)) * scale
+        # x7 = diagonal(-x6)
+        x7 = (-x6).diagonal(dim1=-2, dim2=-1)
+    if needs & 41:
+        # x12 = mask(x6, strict=True)
+        x12 = torch.tril(x6, -1)
     if needs & 50:
-        # x30 = mask(dAbk, strict=True)
-        x30 = torch.tril(dAbk, -1)
-    if needs & 34:
-        # x31 = gram_dy(x30, b; g, to, strict=True)
-        x31 = _gram_dy(x30, b, g, False)
-    if needs & 2:
-        # dk = ((dKT * x22) + x31) + x36
-        dk = ((dKT * x22) + x31) + x36
+        # x35 = mask(dAbk, strict=True)
+        x35 = torch.tril(dAbk, -1)
     if needs & 56:
-        # x45 = mask(x44, strict=True)
-        x45 = torch.tril(x44, -1)
+        # x49 = mask(x48, strict=True)
+        x49 = torch.tril(x48, -1)
+    if needs & 33:
+        # x13 = gram_dx(x12, a; g, to, strict=True)
+        x13 = _gram_dx(x12, a, g, False)
+        # x17 = x13 + x16
+        x17 = x13 + x16
+    if needs & 1:
+        # dq = ((((x7 * a) + x10) + -x17) + (dQL * x3)) * scale
+        dq = ((((x7[..., :, None] * a) + x10) + (-x17)) + (dQL * x3)) * scale
+    if needs & 34:
+        # x36 = gram_dy(x35, b; g, to, strict=True)
+        x36 = _gram_dy(x35, b, g, False)
+        # x37 = x28 + x36
+        x37 = x28 + x36
+    if needs & 2:
+        # dk = ((dKT * x23) + x26) + x37
+        dk = ((dKT * x23) + x26) + x37
     if needs & 40:
-        # x46 = gram_dy(x45, b; g, to, strict=True)
-        x46 = _gram_dy(x45, b, g, False)
-        # x49 = gram_dy(x7, x33; g, to, strict=True)
-        x49 = _gram_dy(x7, x33, g, False)
+        # x47 = gram_dy(x12, x25; g, to, strict=True)
+        x47 = _gram_dy(x12, x25, g, False)
+        # x50 = gram_dy(x49, b; g, to, strict=True)
+        x50 = _gram_dy(x49, b, g, False)
+        # x51 = x47 + x50
+        x51 = x47 + x50
     if needs & 8:
-        # da = (-(x41 * x22) + -x46) + (-x49 + (x10 * x33))
-        da = ((-(x41 * x22)) + (-x46)) + ((-x49) + (x10[..., :, None] * x33))
+        # da = ((x7 * x25) + -(x43 * x23)) + -x51
+        da = ((x7[..., :, None] * x25) + (-(x43 * x23))) + (-x51)
     if needs & 48:
-        # x54 = gram_dx(x30, k; g, to, strict=True)
-        x54 = _gram_dx(x30, k, g, False)
-        # x56 = gram_dx(x45, a; g, to, strict=True)
-        x56 = _gram_dx(x45, a, g, False)
-        # x57 = -x56
-        x57 = -x56
+        # x54 = gram_dx(x49, a; g, to, strict=True)
+        x54 = _gram_dx(x49, a, g, False)
+        # x55 = gram_dx(x35, k; g, to, strict=True)
+        x55 = _gram_dx(x35, k, g, False)
+        # x57 = x54 + -x55
+        x57 = x54 + (-x55)
     if needs & 16:
-        # db = ((dBL * x3) + x54) + x57
-        db = ((dBL * x3) + x54) + x57
+        # db = (dBL * x3) + -x57
+        db = (dBL * x3) + (-x57)
     if needs & 32:
-        # x75 = sum[from]((((((x33 * (x14 + x9)) + (a * (x46 + x49))) + (b * (x54 + x57))) + -(k * (x31 + x34))) + (((dBL * b) + (dQL * x33)) * x3)))
-        x75 = _run((((((x33 * (x14 + x9)) + (a * (x46 + x49))) + (b * (x54 + x57))) + (-(k * (x31 + x34)))) + (((dBL * b) + (dQL * x33)) * x3)), 'from')
-        # x81 = sum[before](((-(x41 * a) + (dKT * k)) * x22))
-        x81 = _run((((-(x41 * a)) + (dKT * k)) * x22), 'before')
-        # dg = (x75 + x81) + (dGc * Gc)
-        dg = (x75 + x81) + (dGc * Gc)[..., None, :]
+        # x74 = sum[from](((((-(x25 * x17) + (a * x51)) + -(b * x57)) + -(k * x37)) + (((dBL * b) + (dQL * x25)) * x3)))
+        x74 = _run((((((-(x25 * x17)) + (a * x51)) + (-(b * x57))) + (-(k * x37))) + (((dBL * b) + (dQL * x25)) * x3)), 'from')
+        # x80 = sum[before](((-(x43 * a) + (dKT * k)) * x23))
+        x80 = _run((((-(x43 * a)) + (dKT * k)) * x23), 'before')
+        # dg = (x74 + x80) + (dGc * Gc)
+        dg = (x74 + x80) + (dGc * Gc)[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program b70d22b3:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 796dcf8d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -37,6 +37,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -51,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_b70d22b3"
+_NAME = "dplr_absorbed_796dcf8d"
 
 
 def _jit(function: Any) -> Any:
@@ -233,58 +234,63 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x = scale * q
-    x = scale * q
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = sum[to](g)
-    x2 = _sums(_keep_to(row), g, GATE_PARTS)
-    # QL = x * exp(x2)
-    QL = x * tl.exp(x2)
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
-    # x8 = sum[before](g)
-    x8 = _sums(_keep_before(row), g, GATE_PARTS)
-    # x14 = sum[all](g)
-    x14 = tl.sum(g, 0)
-    # Gc = exp(x14)
-    Gc = tl.exp(x14)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # x16 = sum[after](g)
-    x16 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # KT = k * x17
-    KT = k * x17
-    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
-    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = a * x17
-    AT = a * x17
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # Aqk = gram(x, k; g, to, strict=False)
-    # Aqa = gram(x, a; g, to, strict=False)
-    # N = gram(d, a; g, before, strict=True)
-    # Abk = gram(d, k; g, before, strict=True)
-    Aqk = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * a, 1)[:, None], 0.0)
-    N = tl.zeros([C, C], tl.float32)
-    Abk = tl.zeros([C, C], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (x * decay).to(DOT)
-        decayed_1 = (k * decay).to(DOT)
-        decayed_2 = (a * decay).to(DOT)
-        decayed_3 = (d * decay_before).to(DOT)
-        Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-        Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        N += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        Abk += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+    Aqk = tl.zeros([C, C, ], tl.float32)
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    N = tl.zeros([C, C, ], tl.float32)
+    Abk = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqk = gram(x, k; g, to, strict=False)
+        # Aqa = gram(x, a; g, to, strict=False)
+        # N = gram(d, a; g, before, strict=True)
+        # Abk = gram(d, k; g, before, strict=True)
+        Aqk += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * a, 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            decayed_2 = (a * decay).to(DOT)
+            decayed_3 = (d * decay_before).to(DOT)
+            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            N += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            Abk += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+        # x2 = sum[to](g)
+        x2 = _sums(_keep_to(row), g, GATE_PARTS)
+        # QL = x * exp(x2)
+        QL = x * tl.exp(x2)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # x8 = sum[before](g)
+        x8 = _sums(_keep_before(row), g, GATE_PARTS)
+        # BL = d * exp(x8)
+        BL = d * tl.exp(x8)
+        # x14 = sum[all](g)
+        x14 = tl.sum(g, 0)
+        # Gc = exp(x14)
+        Gc = tl.exp(x14)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        # x16 = sum[after](g)
+        x16 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x17 = exp(x16)
+        x17 = tl.exp(x16)
+        # KT = k * x17
+        KT = k * x17
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
+        # AT = a * x17
+        AT = a * x17
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
@@ -294,9 +300,16 @@ def _forward_prepare(
     E = _inverse(N, row, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
-    # W = E @ (d * exp(x8))
-    W = _dot(E, (d * tl.exp(x8)), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x8 = sum[before](g)
+        x8 = _sums(_keep_before(row), g, GATE_PARTS)
+        d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ (d * exp(x8))
+        W = _dot(E, (d * tl.exp(x8)), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -366,10 +379,10 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x10 = W @ S
         x10 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -383,11 +396,11 @@ def _forward_scan(
         o = (x4 + x5) + (-x12)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x18 = KT^T @ v
         x18 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x20 = AT^T @ x11
         x20 = _dot(tl.trans(AT), x11, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -411,21 +424,21 @@ def _backward_prepare(
     g_ptr,
     do_ptr,
     k_ptr,
+    q_ptr,
     a_ptr,
     Aqa_ptr,
-    q_ptr,
     Aqk_ptr,
     U_out,
     W_out,
-    x14_out,
-    x17_out,
+    x10_out,
+    x16_out,
+    x28_out,
+    x30_out,
     AT_out,
-    x29_out,
-    x36_out,
-    x38_out,
+    x34_out,
     KT_out,
     U2_out,
-    x42_out,
+    x43_out,
     Gc_out,
     QL_out,
     scale,
@@ -455,46 +468,45 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = sum[before](g)
-    x2 = _sums(_keep_before(row), g, GATE_PARTS)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # W = E @ (d * exp(x2))
-    W = _dot(E, (d * tl.exp(x2)), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
-    # x23 = sum[after](g)
-    x23 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x24 = exp(x23)
-    x24 = tl.exp(x23)
-    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = a * x24
-    AT = a * x24
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x35 = scale * q
-    x35 = scale * q
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # KT = k * x24
-    KT = k * x24
-    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
     Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ Abk
     U2 = _dot(E, Abk, DOT, PRECISION)
     _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
-    # x88 = sum[all](g)
-    x88 = tl.sum(g, 0)
-    # Gc = exp(x88)
-    Gc = tl.exp(x88)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # x19 = sum[to](g)
-    x19 = _sums(_keep_to(row), g, GATE_PARTS)
-    # QL = x35 * exp(x19)
-    QL = x35 * tl.exp(x19)
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = sum[before](g)
+        x2 = _sums(_keep_before(row), g, GATE_PARTS)
+        d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ (d * exp(x2))
+        W = _dot(E, (d * tl.exp(x2)), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x24 = sum[after](g)
+        x24 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x25 = exp(x24)
+        x25 = tl.exp(x24)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # AT = a * x25
+        AT = a * x25
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # KT = k * x25
+        KT = k * x25
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
+        # x87 = sum[all](g)
+        x87 = tl.sum(g, 0)
+        # Gc = exp(x87)
+        Gc = tl.exp(x87)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        # x20 = sum[to](g)
+        x20 = _sums(_keep_to(row), g, GATE_PARTS)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = (scale * q) * exp(x20)
+        QL = (scale * q) * tl.exp(x20)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     dAqk = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
@@ -510,38 +522,46 @@ def _backward_prepare(
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x28 = Aqa^T @ do
-        x28 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x29 = -x28
-        x29 = -x28
-        _store_rows(x29_out + tile * C * V, x29, row, col_v, V, C, V, V % BV == 0)
-        # x42 = Aqk^T @ do
-        x42 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x42_out + tile * C * V, x42, row, col_v, V, C, V, V % BV == 0)
-    # x13 = mask(dAqk, strict=True)
-    x13 = tl.where(_keep_before(row), dAqk, 0.0)
-    # x15 = diagonal(dAqk)
-    x15 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    # x14 = gram_dx(x13, k; g, to, strict=True)
-    # x36 = gram_dy(x13, x35; g, to, strict=True)
-    x14 = tl.zeros([C, BK], tl.float32)
-    x36 = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (k * decay).to(DOT)
-        decayed_1 = (x35 * decay).to(DOT)
-        d_0 = tl.where(edge, x13, 0.0).to(DOT)
-        x14 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x36 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-    _store_rows(x14_out + tile * C * K, x14, row, col_k, K, C, K, K == BK)
-    _store_rows(x36_out + tile * C * K, x36, row, col_k, K, C, K, K == BK)
-    # x17 = x14 + (x15 * k)
-    x17 = x14 + (x15[:, None] * k)
-    _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K == BK)
-    # x38 = x36 + (x15 * x35)
-    x38 = x36 + (x15[:, None] * x35)
-    _store_rows(x38_out + tile * C * K, x38, row, col_k, K, C, K, K == BK)
+        # x33 = Aqa^T @ do
+        x33 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x34 = -x33
+        x34 = -x33
+        _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
+        # x43 = Aqk^T @ do
+        x43 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x43_out + tile * C * V, x43, row, col_v, V, C, V, V % BV == 0)
+    # x9 = diagonal(dAqk)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x14 = mask(dAqk, strict=True)
+    x14 = tl.where(_keep_before(row), dAqk, 0.0)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x27 = scale * q
+        x27 = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        x16 = tl.zeros([C, BK, ], tl.float32)
+        x30 = tl.zeros([C, BK, ], tl.float32)
+        # x16 -= gram_dx(x14, k; g, to, strict=True)
+        # x30 = gram_dy(x14, x27; g, to, strict=True)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (k * decay).to(DOT)
+            decayed_1 = (x27 * decay).to(DOT)
+            d_0 = tl.where(edge, x14, 0.0).to(DOT)
+            x16 -= decay * _dot(d_0, decayed_0, DOT, PRECISION)
+            x30 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+        _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
+        _store_rows(x30_out + tile * C * K, x30, row, col_k, K, C, K, K % BK == 0)
+        # x10 = x9 * k
+        x10 = x9[:, None] * k
+        _store_rows(x10_out + tile * C * K, x10, row, col_k, K, C, K, K % BK == 0)
+        # x28 = x9 * x27
+        x28 = x9[:, None] * x27
+        _store_rows(x28_out + tile * C * K, x28, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -598,23 +618,23 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = W @ S
         x4 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x5 = U + x4
         x5 = U + x4
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x91 = KT^T @ v
-        x91 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x93 = AT^T @ x5
-        x93 = _dot(tl.trans(AT), x5, DOT, PRECISION)
+        # x90 = KT^T @ v
+        x90 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x92 = AT^T @ x5
+        x92 = _dot(tl.trans(AT), x5, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x91) + -x93
-        S_next = ((S * Gc[:, None]) + x91) + (-x93)
+        # S_next = ((S * Gc) + x90) + -x92
+        S_next = ((S * Gc[:, None]) + x90) + (-x92)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -623,12 +643,12 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x29_ptr,
+    x34_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x30_out,
+    x35_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -674,23 +694,23 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x26 = AT @ dS
-        x26 = _dot(AT, dS, DOT, PRECISION)
-        x29 = _load_rows(x29_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x30 = -x26 + x29
-        x30 = (-x26) + x29
-        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x96 = W^T @ x30
-        x96 = _dot(tl.trans(W), x30, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x31 = AT @ dS
+        x31 = _dot(AT, dS, DOT, PRECISION)
+        x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x35 = -x31 + x34
+        x35 = (-x31) + x34
+        _store_rows(x35_out + tile * C * V, x35, row, col_v, V, C, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x95 = W^T @ x35
+        x95 = _dot(tl.trans(W), x35, DOT, PRECISION)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x98 = QL^T @ do
-        x98 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x97 = QL^T @ do
+        x97 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x96) + x98
-        dS_prev = ((dS * Gc[:, None]) + x96) + x98
+        # dS_prev = ((dS * Gc) + x95) + x97
+        dS_prev = ((dS * Gc[:, None]) + x95) + x97
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -704,17 +724,17 @@ def _backward_finish(
     v_ptr,
     dS_ptr,
     E_ptr,
-    x30_ptr,
+    x35_ptr,
     KT_ptr,
     U2_ptr,
-    x42_ptr,
+    x43_ptr,
     x6_out,
     dQL_out,
     dKT_out,
     dAbk_out,
     dv_out,
-    x43_out,
-    x46_out,
+    x45_out,
+    x50_out,
     dBL_out,
     dGc_out,
     scale,
@@ -744,18 +764,18 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     x6 = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     dAbk = tl.zeros([C, C, ], tl.float32)
-    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
-    x43 = tl.zeros([C, BK, ], tl.float32)
-    x46 = tl.zeros([C, C, ], tl.float32)
+    x45 = tl.zeros([C, BK, ], tl.float32)
+    x50 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
@@ -772,37 +792,37 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x31 = E^T @ x30
-        x31 = _dot(tl.trans(E), x30, DOT, PRECISION)
-        # dAbk = x31 @ v^T
-        dAbk += _dot(x31, tl.trans(v), DOT, PRECISION)
-        # x39 = KT @ dS
-        x39 = _dot(KT, dS, DOT, PRECISION)
-        # x40 = U2^T @ x30
-        x40 = _dot(tl.trans(U2), x30, DOT, PRECISION)
-        x42 = _load_rows(x42_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dv = (x39 + x40) + x42
-        dv = (x39 + x40) + x42
+        x35 = _load_rows(x35_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x36 = E^T @ x35
+        x36 = _dot(tl.trans(E), x35, DOT, PRECISION)
+        # dAbk = x36 @ v^T
+        dAbk += _dot(x36, tl.trans(v), DOT, PRECISION)
+        # x40 = KT @ dS
+        x40 = _dot(KT, dS, DOT, PRECISION)
+        # x41 = U2^T @ x35
+        x41 = _dot(tl.trans(U2), x35, DOT, PRECISION)
+        x43 = _load_rows(x43_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = (x40 + x41) + x43
+        dv = (x40 + x41) + x43
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x43 = x5 @ dS^T
-        x43 += _dot(x5, tl.trans(dS), DOT, PRECISION)
-        # x46 = x31 @ x5^T
-        x46 += _dot(x31, tl.trans(x5), DOT, PRECISION)
-        # dBL = x31 @ S^T
-        dBL += _dot(x31, tl.trans(S), DOT, PRECISION)
-        # x87 = dS * S
-        x87 = dS * S
-        # dGc = sum_V(x87)
-        dGc += tl.sum(x87, 1)
+        # x45 = x5 @ dS^T
+        x45 += _dot(x5, tl.trans(dS), DOT, PRECISION)
+        # x50 = x36 @ x5^T
+        x50 += _dot(x36, tl.trans(x5), DOT, PRECISION)
+        # dBL = x36 @ S^T
+        dBL += _dot(x36, tl.trans(S), DOT, PRECISION)
+        # x86 = dS * S
+        x86 = dS * S
+        # dGc = sum_V(x86)
+        dGc += tl.sum(x86, 1)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
-    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K == BK)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
-    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K == BK)
-    _store_rows(x46_out + tile * C * C, x46, row, row, C, C, C, True)
-    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K == BK)
+    _store_rows(x45_out + tile * C * K, x45, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x50_out + tile * C * C, x50, row, row, C, C, C, True)
+    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K % BK == 0)
     tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
 
 
@@ -810,20 +830,20 @@ def _backward_finish(
 def _backward_finish_1(
     x6_ptr,
     a_ptr,
+    x10_ptr,
     g_ptr,
-    x17_ptr,
+    x16_ptr,
     dQL_ptr,
     dKT_ptr,
+    x28_ptr,
     dAbk_ptr,
     d_ptr,
-    x38_ptr,
-    x43_ptr,
-    x46_ptr,
+    x30_ptr,
     q_ptr,
+    x45_ptr,
+    x50_ptr,
     dBL_ptr,
     k_ptr,
-    x14_ptr,
-    x36_ptr,
     dGc_ptr,
     Gc_ptr,
     dq_out,
@@ -858,123 +878,163 @@ def _backward_finish_1(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
     x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
-    # x7 = mask(x6, strict=True)
-    x7 = tl.where(_keep_before(row), x6, 0.0)
-    # x10 = diagonal(-x6)
-    x10 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x19 = sum[to](g)
-    x19 = _sums(_keep_to(row), g, GATE_PARTS)
-    # x20 = exp(x19)
-    x20 = tl.exp(x19)
-    # x23 = sum[after](g)
-    x23 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x24 = exp(x23)
-    x24 = tl.exp(x23)
+    # x7 = diagonal(-x6)
+    x7 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
+    # x12 = mask(x6, strict=True)
+    x12 = tl.where(_keep_before(row), x6, 0.0)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    # x32 = mask(dAbk, strict=True)
-    x32 = tl.where(_keep_before(row), dAbk, 0.0)
-    x46 = _load_rows(x46_ptr + tile * C * C, row, row, C, C, C, True)
-    # x47 = mask(x46, strict=True)
-    x47 = tl.where(_keep_before(row), x46, 0.0)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x35 = scale * q
-    x35 = scale * q
-    # x2 = sum[before](g)
-    x2 = _sums(_keep_before(row), g, GATE_PARTS)
-    # x3 = exp(x2)
-    x3 = tl.exp(x2)
-    x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x85 = sum[before](((-(x43 * a) + (dKT * k)) * x24))
-    x85 = _sums(_keep_before(row), (((-(x43 * a)) + (dKT * k)) * x24), SUM_PARTS)
-    d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x8 = gram_dx(x7, a; g, to, strict=True)
-    # x56 = gram_dx(x32, k; g, before, strict=True)
-    # x58 = gram_dx(x47, a; g, before, strict=True)
-    # x33 = gram_dy(x32, d; g, before, strict=True)
-    # x48 = gram_dy(x47, d; g, before, strict=True)
-    # x51 = gram_dy(x7, x35; g, to, strict=True)
-    x8 = tl.zeros([C, BK], tl.float32)
-    x56 = tl.zeros([C, BK], tl.float32)
-    x58 = tl.zeros([C, BK], tl.float32)
-    x33 = tl.zeros([C, BK], tl.float32)
-    x48 = tl.zeros([C, BK], tl.float32)
-    x51 = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (a * decay).to(DOT)
-        decayed_1 = (d * decay_before).to(DOT)
-        decayed_2 = (x35 * decay).to(DOT)
-        decayed_3 = (k * decay).to(DOT)
-        d_0 = tl.where(edge, x7, 0.0).to(DOT)
-        d_1 = tl.where(edge, x32, 0.0).to(DOT)
-        d_2 = tl.where(edge, x47, 0.0).to(DOT)
-        x8 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x56 += decay_before * _dot(d_1, decayed_3, DOT, PRECISION)
-        x58 += decay_before * _dot(d_2, decayed_0, DOT, PRECISION)
-        x33 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x48 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
-        x51 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
-    # x9 = -x8
-    x9 = -x8
-    x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dq = (((x9 + (x10 * a)) + x17) + (dQL * x20)) * scale
-    dq = (((x9 + (x10[:, None] * a)) + x17) + (dQL * x20)) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
-    x38 = _load_rows(x38_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dk = ((dKT * x24) + x33) + x38
-    dk = ((dKT * x24) + x33) + x38
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
-    # da = (-(x43 * x24) + -x48) + (-x51 + (x10 * x35))
-    da = ((-(x43 * x24)) + (-x48)) + ((-x51) + (x10[:, None] * x35))
-    if NEED & 8:
-        _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K == BK)
-    # x59 = -x58
-    x59 = -x58
-    dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dd = ((dBL * x3) + x56) + x59
-    dd = ((dBL * x3) + x56) + x59
-    if NEED & 16:
-        _store_rows(dd_out + ((batch * T + start) * HV + head_v) * K, dd, row, col_k, HV * K, T - start, K, K == BK)
-    x14 = _load_rows(x14_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    x36 = _load_rows(x36_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x72 = sum[from](((((x35 * (x14 + x9)) + (a * (x48 + x51))) + -(k * (x33 + x36))) + ((dQL * x35) * x20)))
-    x72 = _sums(_keep_from(row), ((((x35 * (x14 + x9)) + (a * (x48 + x51))) + (-(k * (x33 + x36)))) + ((dQL * x35) * x20)), SUM_PARTS)
-    # x78 = sum[after](((d * (x56 + x59)) + ((dBL * d) * x3)))
-    x78 = _sums(_keep_after(row), ((d * (x56 + x59)) + ((dBL * d) * x3)), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # dg = ((x72 + x78) + x85) + (dGc * Gc)
-    dg = ((x72 + x78) + x85) + (dGc * Gc)[None, :]
-    if NEED & 32:
-        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
+    # x37 = mask(dAbk, strict=True)
+    x37 = tl.where(_keep_before(row), dAbk, 0.0)
+    x50 = _load_rows(x50_ptr + tile * C * C, row, row, C, C, C, True)
+    # x51 = mask(x50, strict=True)
+    x51 = tl.where(_keep_before(row), x50, 0.0)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x24 = sum[after](g)
+        x24 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x25 = exp(x24)
+        x25 = tl.exp(x24)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x27 = scale * q
+        x27 = scale * q
+        # x2 = sum[before](g)
+        x2 = _sums(_keep_before(row), g, GATE_PARTS)
+        # x3 = exp(x2)
+        x3 = tl.exp(x2)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x13 = tl.zeros([C, BK, ], tl.float32)
+        d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x38 = tl.zeros([C, BK, ], tl.float32)
+        x53 = tl.zeros([C, BK, ], tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x59 = tl.zeros([C, BK, ], tl.float32)
+        # x13 = gram_dx(x12, a; g, to, strict=True)
+        # x59 = gram_dx(x51, a; g, before, strict=True)
+        # x59 -= gram_dx(x37, k; g, before, strict=True)
+        # x38 = gram_dy(x37, d; g, before, strict=True)
+        # x53 = gram_dy(x12, x27; g, to, strict=True)
+        # x53 = gram_dy(x51, d; g, before, strict=True)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (a * decay).to(DOT)
+            decayed_1 = (d * decay_before).to(DOT)
+            decayed_2 = (x27 * decay).to(DOT)
+            decayed_3 = (k * decay).to(DOT)
+            d_0 = tl.where(edge, x12, 0.0).to(DOT)
+            d_1 = tl.where(edge, x51, 0.0).to(DOT)
+            d_2 = tl.where(edge, x37, 0.0).to(DOT)
+            x13 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+            x59 += decay_before * _dot(d_1, decayed_0, DOT, PRECISION)
+            x59 -= decay_before * _dot(d_2, decayed_3, DOT, PRECISION)
+            x38 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
+            x53 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
+            x53 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
+        x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x17 = x13 + x16
+        x17 = x13 + x16
+        # x20 = sum[to](g)
+        x20 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x21 = exp(x20)
+        x21 = tl.exp(x20)
+        x10 = _load_rows(x10_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((((x7 * a) + x10) + -x17) + (dQL * x21)) * scale
+        dq = ((((x7[:, None] * a) + x10) + (-x17)) + (dQL * x21)) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x30 = _load_rows(x30_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x39 = x30 + x38
+        x39 = x30 + x38
+        dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x28 = _load_rows(x28_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((dKT * x25) + x28) + x39
+        dk = ((dKT * x25) + x28) + x39
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x45 = _load_rows(x45_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # da = ((x7 * x27) + -(x45 * x25)) + -x53
+        da = ((x7[:, None] * x27) + (-(x45 * x25))) + (-x53)
+        if NEED & 8:
+            _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K % BK == 0)
+        dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dd = (dBL * x3) + -x59
+        dd = (dBL * x3) + (-x59)
+        if NEED & 16:
+            _store_rows(dd_out + ((batch * T + start) * HV + head_v) * K, dd, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x71 = sum[from]((((-(x27 * x17) + (a * x53)) + -(k * x39)) + ((dQL * x27) * x21)))
+        x71 = _sums(_keep_from(row), ((((-(x27 * x17)) + (a * x53)) + (-(k * x39))) + ((dQL * x27) * x21)), SUM_PARTS)
+        # x77 = sum[after]((-(d * x59) + ((dBL * d) * x3)))
+        x77 = _sums(_keep_after(row), ((-(d * x59)) + ((dBL * d) * x3)), SUM_PARTS)
+        # x84 = sum[before](((-(x45 * a) + (dKT * k)) * x25))
+        x84 = _sums(_keep_before(row), (((-(x45 * a)) + (dKT * k)) * x25), SUM_PARTS)
+        dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = ((x71 + x77) + x84) + (dGc * Gc)
+        dg = ((x71 + x77) + x84) + (dGc * Gc)[None, :]
+        if NEED & 32:
+            _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [4, 3, 1],
+    "backward.scan": [3, 2, 0],
+    "backward.reverse": [3, 2, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -1000,18 +1060,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -1019,11 +1086,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -1042,7 +1116,8 @@ def _forward_triton(
     q, k, v, a, d, g, = (x.contiguous() for x in (q, k, v, a, d, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, ), K, V)
+    shared, own = _setting(q, (g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -1088,11 +1163,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
             x5,
             W,
@@ -1115,7 +1190,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), Abk if save else q.new_empty((0,)), ]
 
@@ -1141,7 +1216,8 @@ def _backward_triton(
     q, k, v, a, d, g, = (x.contiguous() for x in (q, k, v, a, d, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, ), K, V)
+    shared, own = _setting(q, (g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1158,15 +1234,15 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x14 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x10 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x16 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x28 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x30 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x29 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x36 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x38 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x42 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x43 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1179,21 +1255,21 @@ def _backward_triton(
                 g,
                 do,
                 k,
+                q,
                 a,
                 Aqa,
-                q,
                 Aqk,
                 U,
                 W,
-                x14,
-                x17,
+                x10,
+                x16,
+                x28,
+                x30,
                 AT,
-                x29,
-                x36,
-                x38,
+                x34,
                 KT,
                 U2,
-                x42,
+                x43,
                 Gc,
                 QL,
                 scale,
@@ -1204,14 +1280,14 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 63:
             x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
                 U,
                 Gc,
@@ -1232,21 +1308,21 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 127:
-            x30 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x35 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x29,
+                x34,
                 Gc,
                 W,
                 QL,
                 do,
-                x30,
+                x35,
                 last,
                 dh0,
                 kept_dS,
@@ -1260,15 +1336,15 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 64 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 63:
             x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x46 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x45 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x50 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dBL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
@@ -1280,17 +1356,17 @@ def _backward_triton(
                 v,
                 kept_dS,
                 E,
-                x30,
+                x35,
                 KT,
                 U2,
-                x42,
+                x43,
                 x6,
                 dQL,
                 dKT,
                 dAbk,
                 dv,
-                x43,
-                x46,
+                x45,
+                x50,
                 dBL,
                 dGc,
                 scale,
@@ -1301,7 +1377,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
         if needs & 59:
             _launch(
@@ -1309,20 +1385,20 @@ def _backward_triton(
                 B * NT * HV,
                 x6,
                 a,
+                x10,
                 g,
-                x17,
+                x16,
                 dQL,
                 dKT,
+                x28,
                 dAbk,
                 d,
-                x38,
-                x43,
-                x46,
+                x30,
                 q,
+                x45,
+                x50,
                 dBL,
                 k,
-                x14,
-                x36,
                 dGc,
                 Gc,
                 dq,
@@ -1338,7 +1414,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish_1"],
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(da, a), _grouped(dd, d), _grouped(dg, g), dh0]
 
@@ -1507,14 +1583,10 @@ def _forward_torch(
     Aqa = _gram(x, a, g, False, False)
     # N = gram(d, a; g, before, strict=True)
     N = _gram(d, a, g, True, True)
-    # E = inverse(N)
-    E = _inverse_of(N)
     # Abk = gram(d, k; g, before, strict=True)
     Abk = _gram(d, k, g, True, True)
     # x8 = sum[before](g)
     x8 = _run(g, 'before')
-    # W = E @ (d * exp(x8))
-    W = E @ (d * torch.exp(x8))
     # x14 = sum[all](g)
     x14 = g.sum(-2)
     # Gc = exp(x14)
@@ -1527,6 +1599,10 @@ def _forward_torch(
     KT = k * x17
     # AT = a * x17
     AT = a * x17
+    # E = inverse(N)
+    E = _inverse_of(N)
+    # W = E @ (d * exp(x8))
+    W = E @ (d * torch.exp(x8))
     # x5 = Aqk @ v
     x5 = Aqk @ v
     # x7 = Abk @ v
@@ -1599,38 +1675,38 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, a, d, g, = (_chunks(x, HV, C, dtype) for x in given)
+    if needs & 4:
+        # U2 = E @ Abk
+        U2 = E @ Abk
     # x2 = sum[before](g)
     x2 = _run(g, 'before')
     # x3 = exp(x2)
     x3 = torch.exp(x2)
     # W = E @ (d * x3)
     W = E @ (d * x3)
-    # x23 = sum[after](g)
-    x23 = _run(g, 'after')
-    # x24 = exp(x23)
-    x24 = torch.exp(x23)
-    # AT = a * x24
-    AT = a * x24
     if needs & 126:
-        # x35 = scale * q
-        x35 = scale * q
+        # x27 = scale * q
+        x27 = scale * q
+    # x24 = sum[after](g)
+    x24 = _run(g, 'after')
+    # x25 = exp(x24)
+    x25 = torch.exp(x24)
+    # AT = a * x25
+    AT = a * x25
     if needs & 61:
-        # KT = k * x24
-        KT = k * x24
-    if needs & 4:
-        # U2 = E @ Abk
-        U2 = E @ Abk
-    # x88 = sum[all](g)
-    x88 = g.sum(-2)
-    # Gc = exp(x88)
-    Gc = torch.exp(x88)
-    # x19 = sum[to](g)
-    x19 = _run(g, 'to')
-    # x20 = exp(x19)
-    x20 = torch.exp(x19)
+        # KT = k * x25
+        KT = k * x25
+    # x87 = sum[all](g)
+    x87 = g.sum(-2)
+    # Gc = exp(x87)
+    Gc = torch.exp(x87)
+    # x20 = sum[to](g)
+    x20 = _run(g, 'to')
+    # x21 = exp(x20)
+    x21 = torch.exp(x20)
     if needs & 126:
-        # QL = x35 * x20
-        QL = x35 * x20
+        # QL = x27 * x21
+        QL = x27 * x21
     if needs & 57:
         # x = Abk @ v
         x = Abk @ v
@@ -1640,31 +1716,33 @@ def _backward_torch(
         # dAqk = do @ v^T
         dAqk = do @ v.mT
     if needs & 126:
-        # x28 = Aqa^T @ do
-        x28 = Aqa.mT @ do
-        # x29 = -x28
-        x29 = -x28
+        # x33 = Aqa^T @ do
+        x33 = Aqa.mT @ do
+        # x34 = -x33
+        x34 = -x33
     if needs & 4:
-        # x42 = Aqk^T @ do
-        x42 = Aqk.mT @ do
-    if needs & 35:
-        # x13 = mask(dAqk, strict=True)
-        x13 = torch.tril(dAqk, -1)
-    if needs & 33:
-        # x14 = gram_dx(x13, k; g, to, strict=True)
-        x14 = _gram_dx(x13, k, g, False)
+        # x43 = Aqk^T @ do
+        x43 = Aqk.mT @ do
     if needs & 3:
-        # x15 = diagonal(dAqk)
-        x15 = dAqk.diagonal(dim1=-2, dim2=-1)
+        # x9 = diagonal(dAqk)
+        x9 = dAqk.diagonal(dim1=-2, dim2=-1)
+    if needs & 35:
+        # x14 = mask(dAqk, strict=True)
+        x14 = torch.tril(dAqk, -1)
     if needs & 1:
-        # x17 = x14 + (x15 * k)
-        x17 = x14 + (x15[..., :, None] * k)
-    if needs & 34:
-        # x36 = gram_dy(x13, x35; g, to, strict=True)
-        x36 = _gram_dy(x13, x35, g, False)
+        # x10 = x9 * k
+        x10 = x9[..., :, None] * k
+    if needs & 33:
+        # x15 = gram_dx(x14, k; g, to, strict=True)
+        x15 = _gram_dx(x14, k, g, False)
+        # x16 = -x15
+        x16 = -x15
     if needs & 2:
-        # x38 = x36 + (x15 * x35)
-        x38 = x36 + (x15[..., :, None] * x35)
+        # x28 = x9 * x27
+        x28 = x9[..., :, None] * x27
+    if needs & 34:
+        # x30 = gram_dy(x14, x27; g, to, strict=True)
+        x30 = _gram_dy(x14, x27, g, False)
     if needs & 57:
         S = state
         x5_all: list[Tensor] = []
@@ -1681,12 +1759,12 @@ def _backward_torch(
             x4 = W_here @ S
             # x5 = U + x4
             x5 = U_here + x4
-            # x91 = KT^T @ v
-            x91 = KT_here.mT @ v_here
-            # x93 = AT^T @ x5
-            x93 = AT_here.mT @ x5
-            # S_next = ((S * Gc) + x91) + -x93
-            S_next = ((S * Gc_here[..., :, None]) + x91) + (-x93)
+            # x90 = KT^T @ v
+            x90 = KT_here.mT @ v_here
+            # x92 = AT^T @ x5
+            x92 = AT_here.mT @ x5
+            # S_next = ((S * Gc) + x90) + -x92
+            S_next = ((S * Gc_here[..., :, None]) + x90) + (-x92)
             x5_all.append(x5)
             S = S_next
         end_S = S
@@ -1694,30 +1772,30 @@ def _backward_torch(
         S = _stack(kept_S_all, v, NT, K, dtype)
     if needs & 126:
         dS = dstate
-        x30_all: list[Tensor] = []
+        x35_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x29_here = x29[:, chunk]
+            x34_here = x34[:, chunk]
             Gc_here = Gc[:, chunk]
             W_here = W[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x26 = AT @ dS
-            x26 = AT_here @ dS
-            # x30 = -x26 + x29
-            x30 = (-x26) + x29_here
-            # x96 = W^T @ x30
-            x96 = W_here.mT @ x30
-            # x98 = QL^T @ do
-            x98 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x96) + x98
-            dS_prev = ((dS * Gc_here[..., :, None]) + x96) + x98
-            x30_all.append(x30)
+            # x31 = AT @ dS
+            x31 = AT_here @ dS
+            # x35 = -x31 + x34
+            x35 = (-x31) + x34_here
+            # x95 = W^T @ x35
+            x95 = W_here.mT @ x35
+            # x97 = QL^T @ do
+            x97 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x95) + x97
+            dS_prev = ((dS * Gc_here[..., :, None]) + x95) + x97
+            x35_all.append(x35)
             dS = dS_prev
         end_dS = dS
-        x30 = _stack(x30_all[::-1], v, NT, C, dtype)
+        x35 = _stack(x35_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 41:
         # x6 = do @ x5^T
@@ -1729,85 +1807,89 @@ def _backward_torch(
         # dKT = v @ dS^T
         dKT = v @ dS.mT
     if needs & 58:
-        # x31 = E^T @ x30
-        x31 = E.mT @ x30
+        # x36 = E^T @ x35
+        x36 = E.mT @ x35
     if needs & 50:
-        # dAbk = x31 @ v^T
-        dAbk = x31 @ v.mT
+        # dAbk = x36 @ v^T
+        dAbk = x36 @ v.mT
     if needs & 4:
-        # x39 = KT @ dS
-        x39 = KT @ dS
-        # x40 = U2^T @ x30
-        x40 = U2.mT @ x30
-        # dv = (x39 + x40) + x42
-        dv = (x39 + x40) + x42
+        # x40 = KT @ dS
+        x40 = KT @ dS
+        # x41 = U2^T @ x35
+        x41 = U2.mT @ x35
+        # dv = (x40 + x41) + x43
+        dv = (x40 + x41) + x43
     if needs & 40:
-        # x43 = x5 @ dS^T
-        x43 = x5 @ dS.mT
+        # x45 = x5 @ dS^T
+        x45 = x5 @ dS.mT
     if needs & 56:
-        # x46 = x31 @ x5^T
-        x46 = x31 @ x5.mT
+        # x50 = x36 @ x5^T
+        x50 = x36 @ x5.mT
     if needs & 48:
-        # dBL = x31 @ S^T
-        dBL = x31 @ S.mT
+        # dBL = x36 @ S^T
+        dBL = x36 @ S.mT
     if needs & 32:
-        # x87 = dS * S
-        x87 = dS * S
-        # dGc = sum_V(x87)
-        dGc = x87.sum(-1)
-    if needs & 41:
-        # x7 = mask(x6, strict=True)
-        x7 = torch.tril(x6, -1)
-    if needs & 33:
-        # x8 = gram_dx(x7, a; g, to, strict=True)
-        x8 = _gram_dx(x7, a, g, False)
-        # x9 = -x8
-        x9 = -x8
+        # x86 = dS * S
+        x86 = dS * S
+        # dGc = sum_V(x86)
+        dGc = x86.sum(-1)
     if needs & 9:
-        # x10 = diagonal(-x6)
-        x10 = (-x6).diagonal(dim1=-2, dim2=-1)
-    if needs & 1:
-        # dq = (((x9 + (x10 * a)) + x17) + (dQL * x20)) * scale
-        dq = (((x9 + (x10[..., :, None] * a)) + x17) + (dQL * x20)) * scale
+        # x7 = diagonal(-x6)
+        x7 = (-x6).diagonal(dim1=-2, dim2=-1)
+    if needs & 41:
+        # x12 = mask(x6, strict=True)
+        x12 = torch.tril(x6, -1)
     if needs & 50:
-        # x32 = mask(dAbk, strict=True)
-        x32 = torch.tril(dAbk, -1)
-    if needs & 34:
-        # x33 = gram_dy(x32, d; g, before, strict=True)
-        x33 = _gram_dy(x32, d, g, True)
-    if needs & 2:
-        # dk = ((dKT * x24) + x33) + x38
-        dk = ((dKT * x24) + x33) + x38
+        # x37 = mask(dAbk, strict=True)
+        x37 = torch.tril(dAbk, -1)
     if needs & 56:
-        # x47 = mask(x46, strict=True)
-        x47 = torch.tril(x46, -1)
+        # x51 = mask(x50, strict=True)
+        x51 = torch.tril(x50, -1)
+    if needs & 33:
+        # x13 = gram_dx(x12, a; g, to, strict=True)
+        x13 = _gram_dx(x12, a, g, False)
+        # x17 = x13 + x16
+        x17 = x13 + x16
+    if needs & 1:
+        # dq = ((((x7 * a) + x10) + -x17) + (dQL * x21)) * scale
+        dq = ((((x7[..., :, None] * a) + x10) + (-x17)) + (dQL * x21)) * scale
+    if needs & 34:
+        # x38 = gram_dy(x37, d; g, before, strict=True)
+        x38 = _gram_dy(x37, d, g, True)
+        # x39 = x30 + x38
+        x39 = x30 + x38
+    if needs & 2:
+        # dk = ((dKT * x25) + x28) + x39
+        dk = ((dKT * x25) + x28) + x39
     if needs & 40:
-        # x48 = gram_dy(x47, d; g, before, strict=True)
-        x48 = _gram_dy(x47, d, g, True)
-        # x51 = gram_dy(x7, x35; g, to, strict=True)
-        x51 = _gram_dy(x7, x35, g, False)
+        # x49 = gram_dy(x12, x27; g, to, strict=True)
+        x49 = _gram_dy(x12, x27, g, False)
+        # x52 = gram_dy(x51, d; g, before, strict=True)
+        x52 = _gram_dy(x51, d, g, True)
+        # x53 = x49 + x52
+        x53 = x49 + x52
     if needs & 8:
-        # da = (-(x43 * x24) + -x48) + (-x51 + (x10 * x35))
-        da = ((-(x43 * x24)) + (-x48)) + ((-x51) + (x10[..., :, None] * x35))
+        # da = ((x7 * x27) + -(x45 * x25)) + -x53
+        da = ((x7[..., :, None] * x27) + (-(x45 * x25))) + (-x53)
     if needs & 48:
-        # x56 = gram_dx(x32, k; g, before, strict=True)
-        x56 = _gram_dx(x32, k, g, True)
-        # x58 = gram_dx(x47, a; g, before, strict=True)
-        x58 = _gram_dx(x47, a, g, True)
-        # x59 = -x58
-        x59 = -x58
+        # x56 = gram_dx(x51, a; g, before, strict=True)
+        x56 = _gram_dx(x51, a, g, True)
+        # x57 = gram_dx(x37, k; g, before, strict=True)
+        x57 = _gram_dx(x37, k, g, True)
+        # x59 = x56 + -x57
+        x59 = x56 + (-x57)
     if needs & 16:
-        # dd = ((dBL * x3) + x56) + x59
-        dd = ((dBL * x3) + x56) + x59
+        # dd = (dBL * x3) + -x59
+        dd = (dBL * x3) + (-x59)
     if needs & 32:
-        # x72 = sum[from](((((x35 * (x14 + x9)) + (a * (x48 + x51))) + -(k * (x33 + x36))) + ((dQL * x35) * x20)))
-        x72 = _run(((((x35 * (x14 + x9)) + (a * (x48 + x51))) + (-(k * (x33 + x36)))) + ((dQL * x35) * x20)), 'from')
-        # x78 = sum[after](((d * (x56 + x59)) + ((dBL * d) * x3)))
-        x78 = _run(((d * (x56 + x59)) + ((dBL * d) * x3)), 'after')
-        # x85 = sum[before](((-(x43 * a) + (dKT * k)) * x24))
-        x85 = _run((((-(x43 * a)) + (dKT * k)) * x24), 'before')
-        # dg = ((x72 + x78) + x85) + (dGc * Gc)
-        dg = ((x72 + x78) + x85) + (dGc * Gc)[..., None, :]
+        # x71 = sum[from]((((-(x27 * x17) + (a * x53)) + -(k * x39)) + ((dQL * x27) * x21)))
+        x71 = _run(((((-(x27 * x17)) + (a * x53)) + (-(k * x39))) + ((dQL * x27) * x21)), 'from')
+        # x77 = sum[after]((-(d * x59) + ((dBL * d) * x3)))
+        x77 = _run(((-(d * x59)) + ((dBL * d) * x3)), 'after')
+        # x84 = sum[before](((-(x45 * a) + (dKT * k)) * x25))
+        x84 = _run((((-(x45 * a)) + (dKT * k)) * x25), 'before')
+        # dg = ((x71 + x77) + x84) + (dGc * Gc)
+        dg = ((x71 + x77) + x84) + (dGc * Gc)[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 50e56e6d:
+# Gated DeltaNet, program 003c458a:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -35,6 +35,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -49,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn"]
 
-_NAME = "gdn_50e56e6d"
+_NAME = "gdn_003c458a"
 
 
 def _jit(function: Any) -> Any:
@@ -226,50 +227,67 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = scale * q
-    x2 = scale * q
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x3 = x2 @ k^T
-    x3 = _dot(x2, tl.trans(k), DOT, PRECISION)
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = pair(g, to, strict=False)
     x = _pairs(g, row, False, False, GATE_PARTS)
-    # Aqa = x * x3
-    Aqa = x * x3
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
-    # x5 = k @ k^T
-    x5 = _dot(k, tl.trans(k), DOT, PRECISION)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True, GATE_PARTS)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # E = inverse((beta * (x4 * x5)))
-    E = _inverse((beta[:, None] * (x4 * x5)), row, LEVELS, SOLVE)
-    if SAVE:
-        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # x9 = sum[to](g)
     x9 = _sums_of_numbers(_keep_to(row), g)
     # x10 = exp(x9)
     x10 = tl.exp(x9)
-    # W = E @ ((beta * k) * x10)
-    W = _dot(E, ((beta[:, None] * k) * x10[:, None]), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
-    # QL = x2 * x10
-    QL = x2 * x10[:, None]
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
     # x15 = sum[after](g)
     x15 = _sums_of_numbers(_keep_after(row), g)
-    # AT = k * exp(x15)
-    AT = k * tl.exp(x15)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    # x16 = exp(x15)
+    x16 = tl.exp(x15)
     # x18 = sum[all](g)
     x18 = tl.sum(g, 0)
     # Gc = exp(x18)
     Gc = tl.exp(x18)
     tl.store(Gc_out + tile, Gc)
+    x3 = tl.zeros([C, C, ], tl.float32)
+    x5 = tl.zeros([C, C, ], tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = scale * q
+        x2 = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x3 = x2 @ k^T
+        x3 += _dot(x2, tl.trans(k), DOT, PRECISION)
+        # x5 = k @ k^T
+        x5 += _dot(k, tl.trans(k), DOT, PRECISION)
+        # BL = (beta * k) * x10
+        BL = (beta[:, None] * k) * x10[:, None]
+        # QL = x2 * x10
+        QL = x2 * x10[:, None]
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # AT = k * x16
+        AT = k * x16[:, None]
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x7 = beta * v
+        x7 = beta[:, None] * v
+    # Aqa = x * x3
+    Aqa = x * x3
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    # E = inverse((beta * (x4 * x5)))
+    E = _inverse((beta[:, None] * (x4 * x5)), row, LEVELS, SOLVE)
+    if SAVE:
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ ((beta * k) * x10)
+        W = _dot(E, ((beta[:, None] * k) * x10[:, None]), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -331,7 +349,7 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x11 = W @ S
         x11 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -340,14 +358,14 @@ def _forward_scan(
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x13 = Aqa @ Vnew
         x13 = _dot(Aqa, Vnew, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x14 = QL @ S
         x14 = _dot(QL, S, DOT, PRECISION)
         # o = x13 + x14
         o = x13 + x14
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x17 = AT^T @ Vnew
         x17 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
@@ -405,34 +423,37 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = sum[to](g)
     x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # W = E @ ((beta * k) * x2)
-    W = _dot(E, ((beta[:, None] * k) * x2[:, None]), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
     # x16 = sum[after](g)
     x16 = _sums_of_numbers(_keep_after(row), g)
-    # AT = k * exp(x16)
-    AT = k * tl.exp(x16)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    # x61 = sum[all](g)
-    x61 = tl.sum(g, 0)
-    # Gc = exp(x61)
-    Gc = tl.exp(x61)
+    # x17 = exp(x16)
+    x17 = tl.exp(x16)
+    # x58 = sum[all](g)
+    x58 = tl.sum(g, 0)
+    # Gc = exp(x58)
+    Gc = tl.exp(x58)
     tl.store(Gc_out + tile, Gc)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # QL = (scale * q) * x2
-    QL = (scale * q) * x2[:, None]
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ ((beta * k) * x2)
+        W = _dot(E, ((beta[:, None] * k) * x2[:, None]), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # AT = k * x17
+        AT = k * x17[:, None]
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = (scale * q) * x2
+        QL = (scale * q) * x2[:, None]
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -499,19 +520,19 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x7 = W @ S
         x7 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x7
         Vnew = U + (-x7)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x72 = AT^T @ Vnew
-        x72 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x69 = AT^T @ Vnew
+        x69 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x72 + (S * Gc)
-        S_next = x72 + (S * Gc)
+        # S_next = x69 + (S * Gc)
+        S_next = x69 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -571,23 +592,23 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x19 = AT @ dS
         x19 = _dot(AT, dS, DOT, PRECISION)
         x20 = _load_rows(x20_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x19 + x20
         dVnew = x19 + x20
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x75 = QL^T @ do
-        x75 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x77 = W^T @ dVnew
-        x77 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        # x72 = QL^T @ do
+        x72 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x74 = W^T @ dVnew
+        x74 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x75) + -x77
-        dS_prev = ((dS * Gc) + x75) + (-x77)
+        # dS_prev = ((dS * Gc) + x72) + -x74
+        dS_prev = ((dS * Gc) + x72) + (-x74)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -607,10 +628,10 @@ def _backward_finish(
     dAqa_out,
     dAT_out,
     x22_out,
-    x28_out,
+    x25_out,
     dv_out,
-    x60_out,
-    x69_out,
+    x57_out,
+    x66_out,
     scale,
     T,
     NT,
@@ -638,18 +659,18 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x22 = tl.zeros([C, C, ], tl.float32)
-    x28 = tl.zeros([C, BK, ], tl.float32)
+    x22 = tl.zeros([C, BK, ], tl.float32)
+    x25 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x60 = tl.zeros([BK, ], tl.float32)
-    x69 = tl.zeros([C, ], tl.float32)
+    x57 = tl.zeros([BK, ], tl.float32)
+    x66 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -666,30 +687,30 @@ def _backward_finish(
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x21 = E^T @ dVnew
         x21 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x22 = x21 @ Vnew^T
-        x22 += _dot(x21, tl.trans(Vnew), DOT, PRECISION)
-        # x28 = x21 @ S^T
-        x28 += _dot(x21, tl.trans(S), DOT, PRECISION)
+        # x22 = x21 @ S^T
+        x22 += _dot(x21, tl.trans(S), DOT, PRECISION)
+        # x25 = x21 @ Vnew^T
+        x25 += _dot(x21, tl.trans(Vnew), DOT, PRECISION)
         # dv = x21 * beta
         dv = x21 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x59 = dS * S
-        x59 = dS * S
-        # x60 = sum_V(x59)
-        x60 += tl.sum(x59, 1)
+        # x56 = dS * S
+        x56 = dS * S
+        # x57 = sum_V(x56)
+        x57 += tl.sum(x56, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x68 = x21 * v
-        x68 = x21 * v
-        # x69 = sum_V(x68)
-        x69 += tl.sum(x68, 1)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+        # x65 = x21 * v
+        x65 = x21 * v
+        # x66 = sum_V(x65)
+        x66 += tl.sum(x65, 1)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
-    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K == BK)
-    _store_rows(x22_out + tile * C * C, x22, row, row, C, C, C, True)
-    _store_rows(x28_out + tile * C * K, x28, row, col_k, K, C, K, K == BK)
-    tl.store(x60_out + tile * K + col_k, x60, mask=col_k < K)
-    tl.store(x69_out + tile * C + row, x69, mask=row < C)
+    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x22_out + tile * C * K, x22, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x25_out + tile * C * C, x25, row, row, C, C, C, True)
+    tl.store(x57_out + tile * K + col_k, x57, mask=col_k < K)
+    tl.store(x66_out + tile * C + row, x66, mask=row < C)
 
 
 @_jit
@@ -700,12 +721,12 @@ def _backward_finish_1(
     k_ptr,
     dAT_ptr,
     x22_ptr,
+    x25_ptr,
     beta_ptr,
-    x28_ptr,
     q_ptr,
-    x60_ptr,
+    x57_ptr,
     Gc_ptr,
-    x69_ptr,
+    x66_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -737,9 +758,7 @@ def _backward_finish_1(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = sum[to](g)
     x = _sums_of_numbers(_keep_to(row), g)
@@ -752,68 +771,78 @@ def _backward_finish_1(
     x4 = _pairs(g, row, False, True, GATE_PARTS)
     # x10 = x4 * x9
     x10 = x4 * x9
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x11 = x10 @ k
-    x11 = _dot(x10, k, DOT, PRECISION)
     # x12 = diagonal(dAqa)
     x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
-    dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
     # x16 = sum[after](g)
     x16 = _sums_of_numbers(_keep_after(row), g)
     # x17 = exp(x16)
     x17 = tl.exp(x16)
-    x22 = _load_rows(x22_ptr + tile * C * C, row, row, C, C, C, True)
-    # x23 = mask(x22, strict=True)
-    x23 = tl.where(_keep_before(row), x22, 0.0)
-    # x24 = x4 * x23
-    x24 = x4 * x23
+    x25 = _load_rows(x25_ptr + tile * C * C, row, row, C, C, C, True)
+    # x26 = mask(x25, strict=True)
+    x26 = tl.where(_keep_before(row), x25, 0.0)
+    # x27 = x4 * x26
+    x27 = x4 * x26
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x6 = beta * k
-    x6 = beta[:, None] * k
-    # x25 = x24^T @ x6
-    x25 = _dot(tl.trans(x24), x6, DOT, PRECISION)
-    # x31 = x24 @ k
-    x31 = _dot(x24, k, DOT, PRECISION)
-    x28 = _load_rows(x28_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x33 = -(x28 * x2) + -x31
-    x33 = (-(x28 * x2[:, None])) + (-x31)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x36 = scale * q
-    x36 = scale * q
-    # x37 = x10^T @ x36
-    x37 = _dot(tl.trans(x10), x36, DOT, PRECISION)
-    dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dk = (((dAT * x17) + -x25) + (x33 * beta)) + (x37 + (x12 * x36))
-    dk = (((dAT * x17[:, None]) + (-x25)) + (x33 * beta[:, None])) + (x37 + (x12[:, None] * x36))
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
-    # x44 = sum_K(((dQL * x36) + -(x28 * x6)))
-    x44 = tl.sum(((dQL * x36) + (-(x28 * x6))), 1)
-    # x55 = sum_K((((x6 * x31) + -(k * (x25 + -x37))) + -(x36 * x11)))
-    x55 = tl.sum((((x6 * x31) + (-(k * (x25 + (-x37))))) + (-(x36 * x11))), 1)
-    # x58 = sum[from](((x44 * x2) + -x55))
-    x58 = _sums_of_numbers(_keep_from(row), ((x44 * x2) + (-x55)))
-    x60 = tl.load(x60_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # dGc = sum_K(x60)
-    dGc = tl.sum(x60, 0)
-    # x65 = sum_K((dAT * k))
-    x65 = tl.sum((dAT * k), 1)
-    # x67 = sum[before]((x65 * x17))
-    x67 = _sums_of_numbers(_keep_before(row), (x65 * x17))
+    x44 = tl.zeros([C, ], tl.float32)
+    x52 = tl.zeros([C, ], tl.float32)
+    dGc = tl.zeros([], tl.float32)
+    x62 = tl.zeros([C, ], tl.float32)
+    x68 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x11 = x10 @ k
+        x11 = _dot(x10, k, DOT, PRECISION)
+        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
+        dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x28 = x27 @ k
+        x28 = _dot(x27, k, DOT, PRECISION)
+        x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x30 = -(x22 * x2) + -x28
+        x30 = (-(x22 * x2[:, None])) + (-x28)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x33 = scale * q
+        x33 = scale * q
+        # x36 = x10^T @ x33
+        x36 = _dot(tl.trans(x10), x33, DOT, PRECISION)
+        # x6 = beta * k
+        x6 = beta[:, None] * k
+        # x37 = x27^T @ x6
+        x37 = _dot(tl.trans(x27), x6, DOT, PRECISION)
+        # x39 = x36 + -x37
+        x39 = x36 + (-x37)
+        dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = (((dAT * x17) + (x30 * beta)) + (x12 * x33)) + x39
+        dk = (((dAT * x17[:, None]) + (x30 * beta[:, None])) + (x12[:, None] * x33)) + x39
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x44 = sum_K(((dQL * x33) + -(x22 * x6)))
+        x44 += tl.sum(((dQL * x33) + (-(x22 * x6))), 1)
+        # x52 = sum_K((((x6 * x28) + (k * x39)) + -(x33 * x11)))
+        x52 += tl.sum((((x6 * x28) + (k * x39)) + (-(x33 * x11))), 1)
+        x57 = tl.load(x57_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x57)
+        dGc += tl.sum(x57, 0)
+        # x62 = sum_K((dAT * k))
+        x62 += tl.sum((dAT * k), 1)
+        # x68 = sum_K((x30 * k))
+        x68 += tl.sum((x30 * k), 1)
+    # x55 = sum[from](((x44 * x2) + -x52))
+    x55 = _sums_of_numbers(_keep_from(row), ((x44 * x2) + (-x52)))
+    # x64 = sum[before]((x62 * x17))
+    x64 = _sums_of_numbers(_keep_before(row), (x62 * x17))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x58 + (dGc * Gc)) + x67
-    dg = (x58 + (dGc * Gc)) + x67
+    # dg = (x55 + (dGc * Gc)) + x64
+    dg = (x55 + (dGc * Gc)) + x64
     if NEED & 8:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    # x71 = sum_K((x33 * k))
-    x71 = tl.sum((x33 * k), 1)
-    x69 = tl.load(x69_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x69 + x71
-    dbeta = x69 + x71
+    x66 = tl.load(x66_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x66 + x68
+    dbeta = x66 + x68
     if NEED & 16:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -821,16 +850,57 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [3, 1, 1],
+    "backward.scan": [2, 1, 0],
+    "backward.reverse": [3, 2, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -856,18 +926,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -875,11 +952,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -897,7 +981,8 @@ def _forward_triton(
     q, k, v, g, beta, = (x.contiguous() for x in (q, k, v, g, beta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, beta, ), K, V)
+    shared, own = _setting(q, (g, beta, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -934,11 +1019,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             W,
             U,
             Aqa,
@@ -958,7 +1043,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
 
@@ -981,7 +1066,8 @@ def _backward_triton(
     q, k, v, g, beta, = (x.contiguous() for x in (q, k, v, g, beta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, beta, ), K, V)
+    shared, own = _setting(q, (g, beta, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1026,14 +1112,14 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 31:
             Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
                 U,
                 AT,
@@ -1052,14 +1138,14 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 63:
             dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
                 x20,
                 Gc,
@@ -1080,16 +1166,16 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 32 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 31:
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x22 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x28 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x60 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x69 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x25 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x57 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x66 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1105,10 +1191,10 @@ def _backward_triton(
                 dAqa,
                 dAT,
                 x22,
-                x28,
+                x25,
                 dv,
-                x60,
-                x69,
+                x57,
+                x66,
                 scale,
                 T,
                 NT,
@@ -1117,7 +1203,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
         if needs & 27:
             _launch(
@@ -1129,12 +1215,12 @@ def _backward_triton(
                 k,
                 dAT,
                 x22,
+                x25,
                 beta,
-                x28,
                 q,
-                x60,
+                x57,
                 Gc,
-                x69,
+                x66,
                 dq,
                 dk,
                 dg,
@@ -1147,7 +1233,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish_1"],
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(dg, g), _grouped(dbeta, beta), dh0]
 
@@ -1303,36 +1389,36 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g, beta,))
-    # x2 = scale * q
-    x2 = scale * q
-    # x3 = x2 @ k^T
-    x3 = x2 @ k.mT
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
-    # Aqa = x * x3
-    Aqa = x * x3
-    # x5 = k @ k^T
-    x5 = k @ k.mT
     # x4 = pair(g, to, strict=True)
     x4 = _pairs_of(g, False, True)
-    # E = inverse((beta * (x4 * x5)))
-    E = _inverse_of((beta[..., :, None] * (x4 * x5)))
     # x9 = sum[to](g)
     x9 = _run(g[..., None], 'to')[..., 0]
     # x10 = exp(x9)
     x10 = torch.exp(x9)
-    # W = E @ ((beta * k) * x10)
-    W = E @ ((beta[..., :, None] * k) * x10[..., :, None])
-    # QL = x2 * x10
-    QL = x2 * x10[..., :, None]
     # x15 = sum[after](g)
     x15 = _run(g[..., None], 'after')[..., 0]
-    # AT = k * exp(x15)
-    AT = k * torch.exp(x15)[..., :, None]
     # x18 = sum[all](g)
     x18 = g.sum(-1)
     # Gc = exp(x18)
     Gc = torch.exp(x18)
+    # x2 = scale * q
+    x2 = scale * q
+    # x3 = x2 @ k^T
+    x3 = x2 @ k.mT
+    # x5 = k @ k^T
+    x5 = k @ k.mT
+    # QL = x2 * x10
+    QL = x2 * x10[..., :, None]
+    # AT = k * exp(x15)
+    AT = k * torch.exp(x15)[..., :, None]
+    # Aqa = x * x3
+    Aqa = x * x3
+    # E = inverse((beta * (x4 * x5)))
+    E = _inverse_of((beta[..., :, None] * (x4 * x5)))
+    # W = E @ ((beta * k) * x10)
+    W = E @ ((beta[..., :, None] * k) * x10[..., :, None])
     # U = E @ (beta * v)
     U = E @ (beta[..., :, None] * v)
     S = state
@@ -1393,29 +1479,29 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in given)
-    # x6 = beta * k
-    x6 = beta[..., :, None] * k
     # x = sum[to](g)
     x = _run(g[..., None], 'to')[..., 0]
     # x2 = exp(x)
     x2 = torch.exp(x)
-    # W = E @ (x6 * x2)
-    W = E @ (x6 * x2[..., :, None])
     # x16 = sum[after](g)
     x16 = _run(g[..., None], 'after')[..., 0]
     # x17 = exp(x16)
     x17 = torch.exp(x16)
+    # x58 = sum[all](g)
+    x58 = g.sum(-1)
+    # Gc = exp(x58)
+    Gc = torch.exp(x58)
+    # x6 = beta * k
+    x6 = beta[..., :, None] * k
+    # W = E @ (x6 * x2)
+    W = E @ (x6 * x2[..., :, None])
     # AT = k * x17
     AT = k * x17[..., :, None]
-    # x61 = sum[all](g)
-    x61 = g.sum(-1)
-    # Gc = exp(x61)
-    Gc = torch.exp(x61)
     if needs & 62:
-        # x36 = scale * q
-        x36 = scale * q
-        # QL = x36 * x2
-        QL = x36 * x2[..., :, None]
+        # x33 = scale * q
+        x33 = scale * q
+        # QL = x33 * x2
+        QL = x33 * x2[..., :, None]
     if needs & 27:
         # U = E @ (beta * v)
         U = E @ (beta[..., :, None] * v)
@@ -1436,10 +1522,10 @@ def _backward_torch(
             x7 = W_here @ S
             # Vnew = U + -x7
             Vnew = U_here + (-x7)
-            # x72 = AT^T @ Vnew
-            x72 = AT_here.mT @ Vnew
-            # S_next = x72 + (S * Gc)
-            S_next = x72 + (S * Gc_here[..., None, None])
+            # x69 = AT^T @ Vnew
+            x69 = AT_here.mT @ Vnew
+            # S_next = x69 + (S * Gc)
+            S_next = x69 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1461,12 +1547,12 @@ def _backward_torch(
             x19 = AT_here @ dS
             # dVnew = x19 + x20
             dVnew = x19 + x20_here
-            # x75 = QL^T @ do
-            x75 = QL_here.mT @ do_here
-            # x77 = W^T @ dVnew
-            x77 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x75) + -x77
-            dS_prev = ((dS * Gc_here[..., None, None]) + x75) + (-x77)
+            # x72 = QL^T @ do
+            x72 = QL_here.mT @ do_here
+            # x74 = W^T @ dVnew
+            x74 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x72) + -x74
+            dS_prev = ((dS * Gc_here[..., None, None]) + x72) + (-x74)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -1485,23 +1571,23 @@ def _backward_torch(
         # x21 = E^T @ dVnew
         x21 = E.mT @ dVnew
     if needs & 26:
-        # x22 = x21 @ Vnew^T
-        x22 = x21 @ Vnew.mT
-        # x28 = x21 @ S^T
-        x28 = x21 @ S.mT
+        # x22 = x21 @ S^T
+        x22 = x21 @ S.mT
+        # x25 = x21 @ Vnew^T
+        x25 = x21 @ Vnew.mT
     if needs & 4:
         # dv = x21 * beta
         dv = x21 * beta[..., :, None]
     if needs & 8:
-        # x59 = dS * S
-        x59 = dS * S
-        # x60 = sum_V(x59)
-        x60 = x59.sum(-1)
+        # x56 = dS * S
+        x56 = dS * S
+        # x57 = sum_V(x56)
+        x57 = x56.sum(-1)
     if needs & 16:
-        # x68 = x21 * v
-        x68 = x21 * v
-        # x69 = sum_V(x68)
-        x69 = x68.sum(-1)
+        # x65 = x21 * v
+        x65 = x21 * v
+        # x66 = sum_V(x65)
+        x66 = x65.sum(-1)
     if needs & 11:
         # x9 = mask(dAqa, strict=True)
         x9 = torch.tril(dAqa, -1)
@@ -1511,55 +1597,58 @@ def _backward_torch(
     if needs & 11:
         # x10 = x4 * x9
         x10 = x4 * x9
-    if needs & 9:
-        # x11 = x10 @ k
-        x11 = x10 @ k
     if needs & 3:
         # x12 = diagonal(dAqa)
         x12 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 26:
+        # x26 = mask(x25, strict=True)
+        x26 = torch.tril(x25, -1)
+        # x27 = x4 * x26
+        x27 = x4 * x26
+    if needs & 9:
+        # x11 = x10 @ k
+        x11 = x10 @ k
     if needs & 1:
         # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
         dq = ((dQL * x2[..., :, None]) + (x11 + (x12[..., :, None] * k))) * scale
     if needs & 26:
-        # x23 = mask(x22, strict=True)
-        x23 = torch.tril(x22, -1)
-        # x24 = x4 * x23
-        x24 = x4 * x23
-    if needs & 10:
-        # x25 = x24^T @ x6
-        x25 = x24.mT @ x6
-    if needs & 26:
-        # x31 = x24 @ k
-        x31 = x24 @ k
+        # x28 = x27 @ k
+        x28 = x27 @ k
     if needs & 18:
-        # x33 = -(x28 * x2) + -x31
-        x33 = (-(x28 * x2[..., :, None])) + (-x31)
+        # x30 = -(x22 * x2) + -x28
+        x30 = (-(x22 * x2[..., :, None])) + (-x28)
     if needs & 10:
-        # x37 = x10^T @ x36
-        x37 = x10.mT @ x36
+        # x36 = x10^T @ x33
+        x36 = x10.mT @ x33
+        # x37 = x27^T @ x6
+        x37 = x27.mT @ x6
+        # x39 = x36 + -x37
+        x39 = x36 + (-x37)
     if needs & 2:
-        # dk = (((dAT * x17) + -x25) + (x33 * beta)) + (x37 + (x12 * x36))
-        dk = (((dAT * x17[..., :, None]) + (-x25)) + (x33 * beta[..., :, None])) + (x37 + (x12[..., :, None] * x36))
+        # dk = (((dAT * x17) + (x30 * beta)) + (x12 * x33)) + x39
+        dk = (((dAT * x17[..., :, None]) + (x30 * beta[..., :, None])) + (x12[..., :, None] * x33)) + x39
     if needs & 8:
-        # x44 = sum_K(((dQL * x36) + -(x28 * x6)))
-        x44 = ((dQL * x36) + (-(x28 * x6))).sum(-1)
-        # x55 = sum_K((((x6 * x31) + -(k * (x25 + -x37))) + -(x36 * x11)))
-        x55 = (((x6 * x31) + (-(k * (x25 + (-x37))))) + (-(x36 * x11))).sum(-1)
-        # x58 = sum[from](((x44 * x2) + -x55))
-        x58 = _run(((x44 * x2) + (-x55))[..., None], 'from')[..., 0]
-        # dGc = sum_K(x60)
-        dGc = x60.sum(-1)
-        # x65 = sum_K((dAT * k))
-        x65 = (dAT * k).sum(-1)
-        # x67 = sum[before]((x65 * x17))
-        x67 = _run((x65 * x17)[..., None], 'before')[..., 0]
-        # dg = (x58 + (dGc * Gc)) + x67
-        dg = (x58 + (dGc * Gc)[..., None]) + x67
+        # x44 = sum_K(((dQL * x33) + -(x22 * x6)))
+        x44 = ((dQL * x33) + (-(x22 * x6))).sum(-1)
+        # x52 = sum_K((((x6 * x28) + (k * x39)) + -(x33 * x11)))
+        x52 = (((x6 * x28) + (k * x39)) + (-(x33 * x11))).sum(-1)
+        # dGc = sum_K(x57)
+        dGc = x57.sum(-1)
+        # x62 = sum_K((dAT * k))
+        x62 = (dAT * k).sum(-1)
     if needs & 16:
-        # x71 = sum_K((x33 * k))
-        x71 = (x33 * k).sum(-1)
-        # dbeta = x69 + x71
-        dbeta = x69 + x71
+        # x68 = sum_K((x30 * k))
+        x68 = (x30 * k).sum(-1)
+    if needs & 8:
+        # x55 = sum[from](((x44 * x2) + -x52))
+        x55 = _run(((x44 * x2) + (-x52))[..., None], 'from')[..., 0]
+        # x64 = sum[before]((x62 * x17))
+        x64 = _run((x62 * x17)[..., None], 'before')[..., 0]
+        # dg = (x55 + (dGc * Gc)) + x64
+        dg = (x55 + (dGc * Gc)[..., None]) + x64
+    if needs & 16:
+        # dbeta = x66 + x68
+        dbeta = x66 + x68
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

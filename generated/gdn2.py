@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program 2bb9ce61:
+# Gated DeltaNet 2: erase and write gates a channel, program bf16ae3f:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -35,6 +35,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -49,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2"]
 
-_NAME = "gdn2_2bb9ce61"
+_NAME = "gdn2_bf16ae3f"
 
 
 def _jit(function: Any) -> Any:
@@ -227,54 +228,73 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x = scale * q
-    x = scale * q
-    e = _load_rows(e_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = e * k
-    x2 = e * k
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x4 = sum[to](g)
-    x4 = _sums(_keep_to(row), g, GATE_PARTS)
-    # x5 = exp(x4)
-    x5 = tl.exp(x4)
-    # QL = x * x5
-    QL = x * x5
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
-    # x10 = sum[after](g)
-    x10 = _sums(_keep_after(row), g, GATE_PARTS)
-    # AT = k * exp(x10)
-    AT = k * tl.exp(x10)
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    # x13 = sum[all](g)
-    x13 = tl.sum(g, 0)
-    # Gc = exp(x13)
-    Gc = tl.exp(x13)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # Aqa = gram(x, k; g, to, strict=False)
-    # Abk = gram(x2, k; g, to, strict=True)
-    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    Abk = tl.zeros([C, C], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (x * decay).to(DOT)
-        decayed_1 = (k * decay).to(DOT)
-        decayed_2 = (x2 * decay).to(DOT)
-        Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-        Abk += tl.where(edge, _dot(decayed_2, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    Abk = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        e = _load_rows(e_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = e * k
+        x2 = e * k
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqa = gram(x, k; g, to, strict=False)
+        # Abk = gram(x2, k; g, to, strict=True)
+        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            decayed_2 = (x2 * decay).to(DOT)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Abk += tl.where(edge, _dot(decayed_2, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+        # x4 = sum[to](g)
+        x4 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x5 = exp(x4)
+        x5 = tl.exp(x4)
+        # BL = x2 * x5
+        BL = x2 * x5
+        # QL = x * x5
+        QL = x * x5
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # x10 = sum[after](g)
+        x10 = _sums(_keep_after(row), g, GATE_PARTS)
+        # AT = k * exp(x10)
+        AT = k * tl.exp(x10)
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # x13 = sum[all](g)
+        x13 = tl.sum(g, 0)
+        # Gc = exp(x13)
+        Gc = tl.exp(x13)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        w = _load_rows(w_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x3 = w * v
+        x3 = w * v
     # E = inverse(Abk)
     E = _inverse(Abk, row, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
-    # W = E @ (x2 * x5)
-    W = _dot(E, (x2 * x5), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x4 = sum[to](g)
+        x4 = _sums(_keep_to(row), g, GATE_PARTS)
+        e = _load_rows(e_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ ((e * k) * exp(x4))
+        W = _dot(E, ((e * k) * tl.exp(x4)), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -337,7 +357,7 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x6 = W @ S
         x6 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -346,14 +366,14 @@ def _forward_scan(
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x8 = Aqa @ Vnew
         x8 = _dot(Aqa, Vnew, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x9 = QL @ S
         x9 = _dot(QL, S, DOT, PRECISION)
         # o = x8 + x9
         o = x8 + x9
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x12 = AT^T @ Vnew
         x12 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -412,34 +432,35 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x = sum[to](g)
-    x = _sums(_keep_to(row), g, GATE_PARTS)
-    # x2 = exp(x)
-    x2 = tl.exp(x)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    e = _load_rows(e_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # W = E @ ((e * k) * x2)
-    W = _dot(E, ((e * k) * x2), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
-    # x14 = sum[after](g)
-    x14 = _sums(_keep_after(row), g, GATE_PARTS)
-    # AT = k * exp(x14)
-    AT = k * tl.exp(x14)
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    # x53 = sum[all](g)
-    x53 = tl.sum(g, 0)
-    # Gc = exp(x53)
-    Gc = tl.exp(x53)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # QL = (scale * q) * x2
-    QL = (scale * q) * x2
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = sum[to](g)
+        x = _sums(_keep_to(row), g, GATE_PARTS)
+        # x2 = exp(x)
+        x2 = tl.exp(x)
+        e = _load_rows(e_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ ((e * k) * x2)
+        W = _dot(E, ((e * k) * x2), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x14 = sum[after](g)
+        x14 = _sums(_keep_after(row), g, GATE_PARTS)
+        # AT = k * exp(x14)
+        AT = k * tl.exp(x14)
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # x52 = sum[all](g)
+        x52 = tl.sum(g, 0)
+        # Gc = exp(x52)
+        Gc = tl.exp(x52)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = (scale * q) * x2
+        QL = (scale * q) * x2
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -507,19 +528,19 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x6 = W @ S
         x6 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x6
         Vnew = U + (-x6)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x59 = AT^T @ Vnew
-        x59 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x58 = AT^T @ Vnew
+        x58 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = x59 + (S * Gc)
-        S_next = x59 + (S * Gc[:, None])
+        # S_next = x58 + (S * Gc)
+        S_next = x58 + (S * Gc[:, None])
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -579,23 +600,23 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x17 = AT @ dS
         x17 = _dot(AT, dS, DOT, PRECISION)
         x18 = _load_rows(x18_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x17 + x18
         dVnew = x17 + x18
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x62 = QL^T @ do
-        x62 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x64 = W^T @ dVnew
-        x64 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        # x61 = QL^T @ do
+        x61 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x63 = W^T @ dVnew
+        x63 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x62) + -x64
-        dS_prev = ((dS * Gc[:, None]) + x62) + (-x64)
+        # dS_prev = ((dS * Gc) + x61) + -x63
+        dS_prev = ((dS * Gc[:, None]) + x61) + (-x63)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -615,7 +636,7 @@ def _backward_finish(
     dAqa_out,
     dAT_out,
     x20_out,
-    x25_out,
+    x23_out,
     dv_out,
     dw_out,
     dGc_out,
@@ -646,15 +667,15 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x20 = tl.zeros([C, C, ], tl.float32)
-    x25 = tl.zeros([C, BK, ], tl.float32)
+    x20 = tl.zeros([C, BK, ], tl.float32)
+    x23 = tl.zeros([C, C, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -672,10 +693,10 @@ def _backward_finish(
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x19 = E^T @ dVnew
         x19 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x20 = x19 @ Vnew^T
-        x20 += _dot(x19, tl.trans(Vnew), DOT, PRECISION)
-        # x25 = x19 @ S^T
-        x25 += _dot(x19, tl.trans(S), DOT, PRECISION)
+        # x20 = x19 @ S^T
+        x20 += _dot(x19, tl.trans(S), DOT, PRECISION)
+        # x23 = x19 @ Vnew^T
+        x23 += _dot(x19, tl.trans(Vnew), DOT, PRECISION)
         w = _load_rows(w_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dv = x19 * w
         dv = x19 * w
@@ -686,15 +707,15 @@ def _backward_finish(
         dw = x19 * v
         if NEED & 16:
             _store_rows(dw_out + ((batch * T + start) * HV + head_v) * V, dw, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x52 = dS * S
-        x52 = dS * S
-        # dGc = sum_V(x52)
-        dGc += tl.sum(x52, 1)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+        # x51 = dS * S
+        x51 = dS * S
+        # dGc = sum_V(x51)
+        dGc += tl.sum(x51, 1)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
-    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K == BK)
-    _store_rows(x20_out + tile * C * C, x20, row, row, C, C, C, True)
-    _store_rows(x25_out + tile * C * K, x25, row, col_k, K, C, K, K == BK)
+    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x20_out + tile * C * K, x20, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x23_out + tile * C * C, x23, row, row, C, C, C, True)
     tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
 
 
@@ -706,8 +727,8 @@ def _backward_finish_1(
     k_ptr,
     dAT_ptr,
     x20_ptr,
+    x23_ptr,
     e_ptr,
-    x25_ptr,
     q_ptr,
     dGc_ptr,
     Gc_ptr,
@@ -742,95 +763,136 @@ def _backward_finish_1(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x = sum[to](g)
-    x = _sums(_keep_to(row), g, GATE_PARTS)
-    # x2 = exp(x)
-    x2 = tl.exp(x)
     dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
     # x8 = mask(dAqa, strict=True)
     x8 = tl.where(_keep_before(row), dAqa, 0.0)
     # x10 = diagonal(dAqa)
     x10 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    # x14 = sum[after](g)
-    x14 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x15 = exp(x14)
-    x15 = tl.exp(x14)
-    x20 = _load_rows(x20_ptr + tile * C * C, row, row, C, C, C, True)
-    # x21 = mask(x20, strict=True)
-    x21 = tl.where(_keep_before(row), x20, 0.0)
-    e = _load_rows(e_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x5 = e * k
-    x5 = e * k
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x33 = scale * q
-    x33 = scale * q
-    dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x58 = sum[before](((dAT * k) * x15))
-    x58 = _sums(_keep_before(row), ((dAT * k) * x15), SUM_PARTS)
-    # x9 = gram_dx(x8, k; g, to, strict=True)
-    # x28 = gram_dx(x21, k; g, to, strict=True)
-    # x22 = gram_dy(x21, x5; g, to, strict=True)
-    # x34 = gram_dy(x8, x33; g, to, strict=True)
-    x9 = tl.zeros([C, BK], tl.float32)
-    x28 = tl.zeros([C, BK], tl.float32)
-    x22 = tl.zeros([C, BK], tl.float32)
-    x34 = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (k * decay).to(DOT)
-        decayed_1 = (x5 * decay).to(DOT)
-        decayed_2 = (x33 * decay).to(DOT)
-        d_0 = tl.where(edge, x8, 0.0).to(DOT)
-        d_1 = tl.where(edge, x21, 0.0).to(DOT)
-        x9 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x28 += decay * _dot(d_1, decayed_0, DOT, PRECISION)
-        x22 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x34 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
-    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dq = ((dQL * x2) + (x9 + (x10 * k))) * scale
-    dq = ((dQL * x2) + (x9 + (x10[:, None] * k))) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
-    x25 = _load_rows(x25_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x30 = -(x25 * x2) + -x28
-    x30 = (-(x25 * x2)) + (-x28)
-    # dk = (((dAT * x15) + -x22) + (x30 * e)) + (x34 + (x10 * x33))
-    dk = (((dAT * x15) + (-x22)) + (x30 * e)) + (x34 + (x10[:, None] * x33))
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
-    # de = x30 * k
-    de = x30 * k
-    if NEED & 8:
-        _store_rows(de_out + ((batch * T + start) * HV + head_v) * K, de, row, col_k, HV * K, T - start, K, K == BK)
-    # x51 = sum[from](((((k * (x22 + -x34)) + (((dQL * x33) + -(x25 * x5)) * x2)) + (x33 * x9)) + -(x5 * x28)))
-    x51 = _sums(_keep_from(row), ((((k * (x22 + (-x34))) + (((dQL * x33) + (-(x25 * x5))) * x2)) + (x33 * x9)) + (-(x5 * x28))), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # dg = (x51 + (dGc * Gc)) + x58
-    dg = (x51 + (dGc * Gc)[None, :]) + x58
-    if NEED & 32:
-        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
+    x23 = _load_rows(x23_ptr + tile * C * C, row, row, C, C, C, True)
+    # x24 = mask(x23, strict=True)
+    x24 = tl.where(_keep_before(row), x23, 0.0)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = sum[to](g)
+        x = _sums(_keep_to(row), g, GATE_PARTS)
+        # x2 = exp(x)
+        x2 = tl.exp(x)
+        # x14 = sum[after](g)
+        x14 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x15 = exp(x14)
+        x15 = tl.exp(x14)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x30 = scale * q
+        x30 = scale * q
+        e = _load_rows(e_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x5 = e * k
+        x5 = e * k
+        x9 = tl.zeros([C, BK, ], tl.float32)
+        x25 = tl.zeros([C, BK, ], tl.float32)
+        x36 = tl.zeros([C, BK, ], tl.float32)
+        # x9 = gram_dx(x8, k; g, to, strict=True)
+        # x25 = gram_dx(x24, k; g, to, strict=True)
+        # x36 = gram_dy(x8, x30; g, to, strict=True)
+        # x36 -= gram_dy(x24, x5; g, to, strict=True)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (k * decay).to(DOT)
+            decayed_1 = (x30 * decay).to(DOT)
+            decayed_2 = (x5 * decay).to(DOT)
+            d_0 = tl.where(edge, x8, 0.0).to(DOT)
+            d_1 = tl.where(edge, x24, 0.0).to(DOT)
+            x9 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+            x25 += decay * _dot(d_1, decayed_0, DOT, PRECISION)
+            x36 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+            x36 -= decay * _dot(tl.trans(d_1), decayed_2, DOT, PRECISION)
+        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((dQL * x2) + (x9 + (x10 * k))) * scale
+        dq = ((dQL * x2) + (x9 + (x10[:, None] * k))) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x27 = -(x20 * x2) + -x25
+        x27 = (-(x20 * x2)) + (-x25)
+        dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = (((dAT * x15) + (x27 * e)) + (x10 * x30)) + x36
+        dk = (((dAT * x15) + (x27 * e)) + (x10[:, None] * x30)) + x36
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # de = x27 * k
+        de = x27 * k
+        if NEED & 8:
+            _store_rows(de_out + ((batch * T + start) * HV + head_v) * K, de, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x50 = sum[from]((((-(k * x36) + (((dQL * x30) + -(x20 * x5)) * x2)) + (x30 * x9)) + -(x5 * x25)))
+        x50 = _sums(_keep_from(row), ((((-(k * x36)) + (((dQL * x30) + (-(x20 * x5))) * x2)) + (x30 * x9)) + (-(x5 * x25))), SUM_PARTS)
+        # x57 = sum[before](((dAT * k) * x15))
+        x57 = _sums(_keep_before(row), ((dAT * k) * x15), SUM_PARTS)
+        dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x50 + (dGc * Gc)) + x57
+        dg = (x50 + (dGc * Gc)[None, :]) + x57
+        if NEED & 32:
+            _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [3, 1, 1],
+    "backward.scan": [2, 1, 0],
+    "backward.reverse": [3, 2, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -856,18 +918,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -875,11 +944,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -898,7 +974,8 @@ def _forward_triton(
     q, k, v, e, w, g, = (x.contiguous() for x in (q, k, v, e, w, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (e, w, g, ), K, V)
+    shared, own = _setting(q, (e, w, g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -936,11 +1013,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             W,
             U,
             Aqa,
@@ -960,7 +1037,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
 
@@ -984,7 +1061,8 @@ def _backward_triton(
     q, k, v, e, w, g, = (x.contiguous() for x in (q, k, v, e, w, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (e, w, g, ), K, V)
+    shared, own = _setting(q, (e, w, g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1031,14 +1109,14 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 63:
             Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
                 U,
                 AT,
@@ -1057,14 +1135,14 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 127:
             dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
                 x18,
                 Gc,
@@ -1085,14 +1163,14 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 64 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 63:
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x20 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x25 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x23 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
@@ -1109,7 +1187,7 @@ def _backward_triton(
                 dAqa,
                 dAT,
                 x20,
-                x25,
+                x23,
                 dv,
                 dw,
                 dGc,
@@ -1121,7 +1199,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
         if needs & 43:
             _launch(
@@ -1133,8 +1211,8 @@ def _backward_triton(
                 k,
                 dAT,
                 x20,
+                x23,
                 e,
-                x25,
                 q,
                 dGc,
                 Gc,
@@ -1150,7 +1228,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish_1"],
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(de, e), _grouped(dw, w), _grouped(dg, g), dh0]
 
@@ -1315,14 +1393,10 @@ def _forward_torch(
     x2 = e * k
     # Abk = gram(x2, k; g, to, strict=True)
     Abk = _gram(x2, k, g, False, True)
-    # E = inverse(Abk)
-    E = _inverse_of(Abk)
     # x4 = sum[to](g)
     x4 = _run(g, 'to')
     # x5 = exp(x4)
     x5 = torch.exp(x4)
-    # W = E @ (x2 * x5)
-    W = E @ (x2 * x5)
     # QL = x * x5
     QL = x * x5
     # x10 = sum[after](g)
@@ -1333,6 +1407,10 @@ def _forward_torch(
     x13 = g.sum(-2)
     # Gc = exp(x13)
     Gc = torch.exp(x13)
+    # E = inverse(Abk)
+    E = _inverse_of(Abk)
+    # W = E @ (x2 * x5)
+    W = E @ (x2 * x5)
     # U = E @ (w * v)
     U = E @ (w * v)
     S = state
@@ -1408,15 +1486,15 @@ def _backward_torch(
     x15 = torch.exp(x14)
     # AT = k * x15
     AT = k * x15
-    # x53 = sum[all](g)
-    x53 = g.sum(-2)
-    # Gc = exp(x53)
-    Gc = torch.exp(x53)
+    # x52 = sum[all](g)
+    x52 = g.sum(-2)
+    # Gc = exp(x52)
+    Gc = torch.exp(x52)
     if needs & 126:
-        # x33 = scale * q
-        x33 = scale * q
-        # QL = x33 * x2
-        QL = x33 * x2
+        # x30 = scale * q
+        x30 = scale * q
+        # QL = x30 * x2
+        QL = x30 * x2
     if needs & 43:
         # U = E @ (w * v)
         U = E @ (w * v)
@@ -1437,10 +1515,10 @@ def _backward_torch(
             x6 = W_here @ S
             # Vnew = U + -x6
             Vnew = U_here + (-x6)
-            # x59 = AT^T @ Vnew
-            x59 = AT_here.mT @ Vnew
-            # S_next = x59 + (S * Gc)
-            S_next = x59 + (S * Gc_here[..., :, None])
+            # x58 = AT^T @ Vnew
+            x58 = AT_here.mT @ Vnew
+            # S_next = x58 + (S * Gc)
+            S_next = x58 + (S * Gc_here[..., :, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1462,12 +1540,12 @@ def _backward_torch(
             x17 = AT_here @ dS
             # dVnew = x17 + x18
             dVnew = x17 + x18_here
-            # x62 = QL^T @ do
-            x62 = QL_here.mT @ do_here
-            # x64 = W^T @ dVnew
-            x64 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x62) + -x64
-            dS_prev = ((dS * Gc_here[..., :, None]) + x62) + (-x64)
+            # x61 = QL^T @ do
+            x61 = QL_here.mT @ do_here
+            # x63 = W^T @ dVnew
+            x63 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x61) + -x63
+            dS_prev = ((dS * Gc_here[..., :, None]) + x61) + (-x63)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -1486,10 +1564,10 @@ def _backward_torch(
         # x19 = E^T @ dVnew
         x19 = E.mT @ dVnew
     if needs & 42:
-        # x20 = x19 @ Vnew^T
-        x20 = x19 @ Vnew.mT
-        # x25 = x19 @ S^T
-        x25 = x19 @ S.mT
+        # x20 = x19 @ S^T
+        x20 = x19 @ S.mT
+        # x23 = x19 @ Vnew^T
+        x23 = x19 @ Vnew.mT
     if needs & 4:
         # dv = x19 * w
         dv = x19 * w
@@ -1497,50 +1575,51 @@ def _backward_torch(
         # dw = x19 * v
         dw = x19 * v
     if needs & 32:
-        # x52 = dS * S
-        x52 = dS * S
-        # dGc = sum_V(x52)
-        dGc = x52.sum(-1)
+        # x51 = dS * S
+        x51 = dS * S
+        # dGc = sum_V(x51)
+        dGc = x51.sum(-1)
     if needs & 35:
         # x8 = mask(dAqa, strict=True)
         x8 = torch.tril(dAqa, -1)
-    if needs & 33:
-        # x9 = gram_dx(x8, k; g, to, strict=True)
-        x9 = _gram_dx(x8, k, g, False)
     if needs & 3:
         # x10 = diagonal(dAqa)
         x10 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 42:
+        # x24 = mask(x23, strict=True)
+        x24 = torch.tril(x23, -1)
+    if needs & 33:
+        # x9 = gram_dx(x8, k; g, to, strict=True)
+        x9 = _gram_dx(x8, k, g, False)
     if needs & 1:
         # dq = ((dQL * x2) + (x9 + (x10 * k))) * scale
         dq = ((dQL * x2) + (x9 + (x10[..., :, None] * k))) * scale
     if needs & 42:
-        # x21 = mask(x20, strict=True)
-        x21 = torch.tril(x20, -1)
-    if needs & 34:
-        # x22 = gram_dy(x21, x5; g, to, strict=True)
-        x22 = _gram_dy(x21, x5, g, False)
-    if needs & 42:
-        # x28 = gram_dx(x21, k; g, to, strict=True)
-        x28 = _gram_dx(x21, k, g, False)
+        # x25 = gram_dx(x24, k; g, to, strict=True)
+        x25 = _gram_dx(x24, k, g, False)
     if needs & 10:
-        # x30 = -(x25 * x2) + -x28
-        x30 = (-(x25 * x2)) + (-x28)
+        # x27 = -(x20 * x2) + -x25
+        x27 = (-(x20 * x2)) + (-x25)
     if needs & 34:
-        # x34 = gram_dy(x8, x33; g, to, strict=True)
-        x34 = _gram_dy(x8, x33, g, False)
+        # x33 = gram_dy(x8, x30; g, to, strict=True)
+        x33 = _gram_dy(x8, x30, g, False)
+        # x34 = gram_dy(x24, x5; g, to, strict=True)
+        x34 = _gram_dy(x24, x5, g, False)
+        # x36 = x33 + -x34
+        x36 = x33 + (-x34)
     if needs & 2:
-        # dk = (((dAT * x15) + -x22) + (x30 * e)) + (x34 + (x10 * x33))
-        dk = (((dAT * x15) + (-x22)) + (x30 * e)) + (x34 + (x10[..., :, None] * x33))
+        # dk = (((dAT * x15) + (x27 * e)) + (x10 * x30)) + x36
+        dk = (((dAT * x15) + (x27 * e)) + (x10[..., :, None] * x30)) + x36
     if needs & 8:
-        # de = x30 * k
-        de = x30 * k
+        # de = x27 * k
+        de = x27 * k
     if needs & 32:
-        # x51 = sum[from](((((k * (x22 + -x34)) + (((dQL * x33) + -(x25 * x5)) * x2)) + (x33 * x9)) + -(x5 * x28)))
-        x51 = _run(((((k * (x22 + (-x34))) + (((dQL * x33) + (-(x25 * x5))) * x2)) + (x33 * x9)) + (-(x5 * x28))), 'from')
-        # x58 = sum[before](((dAT * k) * x15))
-        x58 = _run(((dAT * k) * x15), 'before')
-        # dg = (x51 + (dGc * Gc)) + x58
-        dg = (x51 + (dGc * Gc)[..., None, :]) + x58
+        # x50 = sum[from]((((-(k * x36) + (((dQL * x30) + -(x20 * x5)) * x2)) + (x30 * x9)) + -(x5 * x25)))
+        x50 = _run(((((-(k * x36)) + (((dQL * x30) + (-(x20 * x5))) * x2)) + (x30 * x9)) + (-(x5 * x25))), 'from')
+        # x57 = sum[before](((dAT * k) * x15))
+        x57 = _run(((dAT * k) * x15), 'before')
+        # dg = (x50 + (dGc * Gc)) + x57
+        dg = (x50 + (dGc * Gc)[..., None, :]) + x57
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

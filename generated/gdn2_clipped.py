@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 853105df:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 574d690d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -37,6 +37,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -51,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_853105df"
+_NAME = "gdn2_clipped_574d690d"
 
 
 def _jit(function: Any) -> Any:
@@ -234,78 +235,126 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x = scale * q
-    x = scale * q
     eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = eta * k
-    x2 = eta[:, None] * k
-    # x4 = sum_K((x2 * x2))
-    x4 = tl.sum((x2 * x2), 1)
+    x4 = tl.zeros([C, ], tl.float32)
+    x7 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = eta * k
+        x2 = eta[:, None] * k
+        # x4 = sum_K((x2 * x2))
+        x4 += tl.sum((x2 * x2), 1)
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x7 = sum_K((j * j))
+        x7 += tl.sum((j * j), 1)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x30 = eta * v
+        x30 = eta[:, None] * v
+        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
     # x5 = sqrt(x4)
     x5 = tl.sqrt(x4)
-    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x7 = sum_K((j * j))
-    x7 = tl.sum((j * j), 1)
     # x8 = sqrt(x7)
     x8 = tl.sqrt(x7)
     # x9 = x5 * x8
     x9 = x5 * x8
     # x10 = x9 + -2
     x10 = x9 + -2.0
-    # x16 = (x2 /0 x5) + -(j /0 x8)
-    x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
-    # x18 = sum_K((x16 * x16))
-    x18 = tl.sum((x16 * x16), 1)
-    # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2 * x9) * x18))))))
-    x25 = -tl.log((0.5 * (x9 + tl.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x26 = min(g, x25)
-    x26 = tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None])
-    # x27 = sum[to](x26)
-    x27 = _sums(_keep_to(row), x26, SUM_PARTS)
-    # x28 = exp(x27)
-    x28 = tl.exp(x27)
-    # QL = x * x28
-    QL = x * x28
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
-    # x40 = sum[all](x26)
-    x40 = tl.sum(x26, 0)
-    # Gc = exp(x40)
-    Gc = tl.exp(x40)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # x42 = sum[after](x26)
-    x42 = _sums(_keep_after(row), x26, SUM_PARTS)
-    # x43 = exp(x42)
-    x43 = tl.exp(x42)
-    # KT = k * x43
-    KT = k * x43
-    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
-    # AT = j * x43
-    AT = j * x43
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    # Aqk = gram(x, k; x26, to, strict=False)
-    # Aqa = gram(x, j; x26, to, strict=False)
-    # x33 = gram(k, j; x26, to, strict=True)
-    # x34 = gram(k, k; x26, to, strict=True)
-    Aqk = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * j, 1)[:, None], 0.0)
-    x33 = tl.zeros([C, C], tl.float32)
-    x34 = tl.zeros([C, C], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), x26, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (x * decay).to(DOT)
-        decayed_1 = (k * decay).to(DOT)
-        decayed_2 = (j * decay).to(DOT)
-        Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-        Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        x33 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        x34 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+    # x11 = x10 * x10
+    x11 = x10 * x10
+    # x12 = 2 * x9
+    x12 = 2.0 * x9
+    x18 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = eta * k
+        x2 = eta[:, None] * k
+        # x3 = x2 * x2
+        x3 = x2 * x2
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x6 = j * j
+        x6 = j * j
+        # x16 = (x2 /0 x5) + -(j /0 x8)
+        x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
+        # x18 = sum_K((x16 * x16))
+        x18 += tl.sum((x16 * x16), 1)
+    # x25 = -log((0.5 * (x9 + sqrt((x11 + (x12 * x18))))))
+    x25 = -tl.log((0.5 * (x9 + tl.sqrt((x11 + (x12 * x18))))))
+    Aqk = tl.zeros([C, C, ], tl.float32)
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    x33 = tl.zeros([C, C, ], tl.float32)
+    x34 = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = eta * k
+        x2 = eta[:, None] * k
+        # x3 = x2 * x2
+        x3 = x2 * x2
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x6 = j * j
+        x6 = j * j
+        # x16 = (x2 /0 x5) + -(j /0 x8)
+        x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
+        # x17 = x16 * x16
+        x17 = x16 * x16
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x26 = min(g, x25)
+        x26 = tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None])
+        # Aqk = gram(x, k; x26, to, strict=False)
+        # Aqa = gram(x, j; x26, to, strict=False)
+        # x33 = gram(k, j; x26, to, strict=True)
+        # x34 = gram(k, k; x26, to, strict=True)
+        Aqk += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * j, 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), x26, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            decayed_2 = (j * decay).to(DOT)
+            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            x33 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            x34 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+        # x27 = sum[to](x26)
+        x27 = _sums(_keep_to(row), x26, SUM_PARTS)
+        # x28 = exp(x27)
+        x28 = tl.exp(x27)
+        # QL = x * x28
+        QL = x * x28
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # BL = x2 * x28
+        BL = x2 * x28
+        # x40 = sum[all](x26)
+        x40 = tl.sum(x26, 0)
+        # Gc = exp(x40)
+        Gc = tl.exp(x40)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        # x42 = sum[after](x26)
+        x42 = _sums(_keep_after(row), x26, SUM_PARTS)
+        # x43 = exp(x42)
+        x43 = tl.exp(x42)
+        # KT = k * x43
+        KT = k * x43
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
+        # AT = j * x43
+        AT = j * x43
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
@@ -317,9 +366,27 @@ def _forward_prepare(
     Abk = eta[:, None] * x34
     if SAVE:
         _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
-    # W = E @ (x2 * x28)
-    W = _dot(E, (x2 * x28), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = eta * k
+        x2 = eta[:, None] * k
+        # x3 = x2 * x2
+        x3 = x2 * x2
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x6 = j * j
+        x6 = j * j
+        # x16 = (x2 /0 x5) + -(j /0 x8)
+        x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
+        # x17 = x16 * x16
+        x17 = x16 * x16
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x27 = sum[to](min(g, x25))
+        x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), SUM_PARTS)
+        # W = E @ (x2 * exp(x27))
+        W = _dot(E, (x2 * tl.exp(x27)), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -392,10 +459,10 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x29 = QL @ S
         x29 = _dot(QL, S, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x36 = W @ S
         x36 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -409,11 +476,11 @@ def _forward_scan(
         o = (x29 + x31) + (-x38)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x44 = KT^T @ x30
         x44 = _dot(tl.trans(KT), x30, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x46 = AT^T @ x37
         x46 = _dot(tl.trans(AT), x37, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -438,22 +505,22 @@ def _backward_prepare(
     g_ptr,
     j_ptr,
     do_ptr,
-    Aqa_ptr,
     q_ptr,
+    Aqa_ptr,
     Aqk_ptr,
     x_out,
     U_out,
     W_out,
-    x40_out,
-    x43_out,
-    AT_out,
+    x36_out,
+    x39_out,
+    x51_out,
     x53_out,
-    x60_out,
-    x62_out,
+    AT_out,
+    x57_out,
     Gc_out,
     KT_out,
     U2_out,
-    x167_out,
+    x162_out,
     QL_out,
     scale,
     T,
@@ -482,68 +549,29 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x3 = eta * k
-    x3 = eta[:, None] * k
-    # x5 = sum_K((x3 * x3))
-    x5 = tl.sum((x3 * x3), 1)
-    # x6 = sqrt(x5)
-    x6 = tl.sqrt(x5)
-    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x8 = sum_K((j * j))
-    x8 = tl.sum((j * j), 1)
-    # x9 = sqrt(x8)
-    x9 = tl.sqrt(x8)
-    # x10 = x6 * x9
-    x10 = x6 * x9
-    # x11 = x10 + -2
-    x11 = x10 + -2.0
-    # x17 = (x3 /0 x6) + -(j /0 x9)
-    x17 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None])) + (-tl.where(x9[:, None] == 0, 0.0, j / tl.where(x9[:, None] == 0, 1.0, x9[:, None])))
-    # x19 = sum_K((x17 * x17))
-    x19 = tl.sum((x17 * x17), 1)
-    # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2 * x10) * x19))))))
-    x26 = -tl.log((0.5 * (x10 + tl.sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x27 = min(g, x26)
-    x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
-    # x28 = sum[to](x27)
-    x28 = _sums(_keep_to(row), x27, SUM_PARTS)
-    # x29 = exp(x28)
-    x29 = tl.exp(x28)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    # W = E @ (x3 * x29)
-    W = _dot(E, (x3 * x29), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
-    # x47 = sum[after](x27)
-    x47 = _sums(_keep_after(row), x27, SUM_PARTS)
-    # x48 = exp(x47)
-    x48 = tl.exp(x47)
-    # AT = j * x48
-    AT = j * x48
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x59 = scale * q
-    x59 = scale * q
-    # x98 = sum[all](x27)
-    x98 = tl.sum(x27, 0)
-    # Gc = exp(x98)
-    Gc = tl.exp(x98)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # KT = k * x48
-    KT = k * x48
-    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
     Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ Abk
     U2 = _dot(E, Abk, DOT, PRECISION)
     _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
-    # QL = x59 * x29
-    QL = x59 * x29
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    x5 = tl.zeros([C, ], tl.float32)
+    x8 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x3 = eta * k
+        x3 = eta[:, None] * k
+        # x5 = sum_K((x3 * x3))
+        x5 += tl.sum((x3 * x3), 1)
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x8 = sum_K((j * j))
+        x8 += tl.sum((j * j), 1)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x50 = scale * q
+        x50 = scale * q
     dAqk = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
@@ -562,38 +590,115 @@ def _backward_prepare(
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ x^T
         dAqk += _dot(do, tl.trans(x), DOT, PRECISION)
-        # x52 = Aqa^T @ do
-        x52 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x53 = -x52
-        x53 = -x52
-        _store_rows(x53_out + tile * C * V, x53, row, col_v, V, C, V, V % BV == 0)
-        # x167 = Aqk^T @ do
-        x167 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x167_out + tile * C * V, x167, row, col_v, V, C, V, V % BV == 0)
-    # x39 = mask(dAqk, strict=True)
-    x39 = tl.where(_keep_before(row), dAqk, 0.0)
-    # x41 = diagonal(dAqk)
-    x41 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    # x40 = gram_dx(x39, k; x27, to, strict=True)
-    # x60 = gram_dy(x39, x59; x27, to, strict=True)
-    x40 = tl.zeros([C, BK], tl.float32)
-    x60 = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (k * decay).to(DOT)
-        decayed_1 = (x59 * decay).to(DOT)
-        d_0 = tl.where(edge, x39, 0.0).to(DOT)
-        x40 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x60 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-    _store_rows(x40_out + tile * C * K, x40, row, col_k, K, C, K, K == BK)
-    _store_rows(x60_out + tile * C * K, x60, row, col_k, K, C, K, K == BK)
-    # x43 = x40 + (x41 * k)
-    x43 = x40 + (x41[:, None] * k)
-    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K == BK)
-    # x62 = x60 + (x41 * x59)
-    x62 = x60 + (x41[:, None] * x59)
-    _store_rows(x62_out + tile * C * K, x62, row, col_k, K, C, K, K == BK)
+        # x56 = Aqa^T @ do
+        x56 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x57 = -x56
+        x57 = -x56
+        _store_rows(x57_out + tile * C * V, x57, row, col_v, V, C, V, V % BV == 0)
+        # x162 = Aqk^T @ do
+        x162 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x162_out + tile * C * V, x162, row, col_v, V, C, V, V % BV == 0)
+    # x6 = sqrt(x5)
+    x6 = tl.sqrt(x5)
+    # x9 = sqrt(x8)
+    x9 = tl.sqrt(x8)
+    # x10 = x6 * x9
+    x10 = x6 * x9
+    # x11 = x10 + -2
+    x11 = x10 + -2.0
+    # x12 = x11 * x11
+    x12 = x11 * x11
+    # x13 = 2 * x10
+    x13 = 2.0 * x10
+    # x35 = diagonal(dAqk)
+    x35 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x38 = mask(dAqk, strict=True)
+    x38 = tl.where(_keep_before(row), dAqk, 0.0)
+    x19 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x3 = eta * k
+        x3 = eta[:, None] * k
+        # x4 = x3 * x3
+        x4 = x3 * x3
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x7 = j * j
+        x7 = j * j
+        # x17 = (x3 /0 x6) + -(j /0 x9)
+        x17 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None])) + (-tl.where(x9[:, None] == 0, 0.0, j / tl.where(x9[:, None] == 0, 1.0, x9[:, None])))
+        # x19 = sum_K((x17 * x17))
+        x19 += tl.sum((x17 * x17), 1)
+        # x36 = x35 * k
+        x36 = x35[:, None] * k
+        _store_rows(x36_out + tile * C * K, x36, row, col_k, K, C, K, K % BK == 0)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x51 = x35 * (scale * q)
+        x51 = x35[:, None] * (scale * q)
+        _store_rows(x51_out + tile * C * K, x51, row, col_k, K, C, K, K % BK == 0)
+    # x26 = -log((0.5 * (x10 + sqrt((x12 + (x13 * x19))))))
+    x26 = -tl.log((0.5 * (x10 + tl.sqrt((x12 + (x13 * x19))))))
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x3 = eta * k
+        x3 = eta[:, None] * k
+        # x4 = x3 * x3
+        x4 = x3 * x3
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x7 = j * j
+        x7 = j * j
+        # x17 = (x3 /0 x6) + -(j /0 x9)
+        x17 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None])) + (-tl.where(x9[:, None] == 0, 0.0, j / tl.where(x9[:, None] == 0, 1.0, x9[:, None])))
+        # x18 = x17 * x17
+        x18 = x17 * x17
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x27 = min(g, x26)
+        x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x50 = scale * q
+        x50 = scale * q
+        x39 = tl.zeros([C, BK, ], tl.float32)
+        x53 = tl.zeros([C, BK, ], tl.float32)
+        # x39 = gram_dx(x38, k; x27, to, strict=True)
+        # x53 = gram_dy(x38, x50; x27, to, strict=True)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (k * decay).to(DOT)
+            decayed_1 = (x50 * decay).to(DOT)
+            d_0 = tl.where(edge, x38, 0.0).to(DOT)
+            x39 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+            x53 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+        _store_rows(x39_out + tile * C * K, x39, row, col_k, K, C, K, K % BK == 0)
+        _store_rows(x53_out + tile * C * K, x53, row, col_k, K, C, K, K % BK == 0)
+        # x28 = sum[to](x27)
+        x28 = _sums(_keep_to(row), x27, SUM_PARTS)
+        # x29 = exp(x28)
+        x29 = tl.exp(x28)
+        # W = E @ (x3 * x29)
+        W = _dot(E, (x3 * x29), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x47 = sum[after](x27)
+        x47 = _sums(_keep_after(row), x27, SUM_PARTS)
+        # x48 = exp(x47)
+        x48 = tl.exp(x47)
+        # AT = j * x48
+        AT = j * x48
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # x96 = sum[all](x27)
+        x96 = tl.sum(x27, 0)
+        # Gc = exp(x96)
+        Gc = tl.exp(x96)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        # KT = k * x48
+        KT = k * x48
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
+        # QL = x50 * x29
+        QL = x50 * x29
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -650,23 +755,23 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x30 = W @ S
         x30 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x31 = U + x30
         x31 = U + x30
         _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x174 = KT^T @ x
-        x174 = _dot(tl.trans(KT), x, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x176 = AT^T @ x31
-        x176 = _dot(tl.trans(AT), x31, DOT, PRECISION)
+        # x169 = KT^T @ x
+        x169 = _dot(tl.trans(KT), x, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x171 = AT^T @ x31
+        x171 = _dot(tl.trans(AT), x31, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x174) + -x176
-        S_next = ((S * Gc[:, None]) + x174) + (-x176)
+        # S_next = ((S * Gc) + x169) + -x171
+        S_next = ((S * Gc[:, None]) + x169) + (-x171)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -675,12 +780,12 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x53_ptr,
+    x57_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x54_out,
+    x58_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -726,23 +831,23 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x50 = AT @ dS
-        x50 = _dot(AT, dS, DOT, PRECISION)
-        x53 = _load_rows(x53_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x54 = -x50 + x53
-        x54 = (-x50) + x53
-        _store_rows(x54_out + tile * C * V, x54, row, col_v, V, C, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x179 = W^T @ x54
-        x179 = _dot(tl.trans(W), x54, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x54 = AT @ dS
+        x54 = _dot(AT, dS, DOT, PRECISION)
+        x57 = _load_rows(x57_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x58 = -x54 + x57
+        x58 = (-x54) + x57
+        _store_rows(x58_out + tile * C * V, x58, row, col_v, V, C, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x174 = W^T @ x58
+        x174 = _dot(tl.trans(W), x58, DOT, PRECISION)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x181 = QL^T @ do
-        x181 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x176 = QL^T @ do
+        x176 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x179) + x181
-        dS_prev = ((dS * Gc[:, None]) + x179) + x181
+        # dS_prev = ((dS * Gc) + x174) + x176
+        dS_prev = ((dS * Gc[:, None]) + x174) + x176
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -757,20 +862,20 @@ def _backward_finish(
     v_ptr,
     dS_ptr,
     E_ptr,
-    x54_ptr,
+    x58_ptr,
     KT_ptr,
     U2_ptr,
-    x167_ptr,
+    x162_ptr,
     x32_out,
     dQL_out,
     dKT_out,
     dAbk_out,
     x66_out,
     dBL_out,
-    x89_out,
+    x87_out,
     dGc_out,
     dv_out,
-    x170_out,
+    x165_out,
     scale,
     T,
     NT,
@@ -798,8 +903,8 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     x32 = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
@@ -809,11 +914,11 @@ def _backward_finish(
     dAbk = tl.zeros([C, C, ], tl.float32)
     x66 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
-    x89 = tl.zeros([C, BK, ], tl.float32)
+    x87 = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
-    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
-    x170 = tl.zeros([C, ], tl.float32)
+    x165 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -830,68 +935,68 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = x @ dS^T
         dKT += _dot(x, tl.trans(dS), DOT, PRECISION)
-        x54 = _load_rows(x54_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x55 = E^T @ x54
-        x55 = _dot(tl.trans(E), x54, DOT, PRECISION)
-        # dAbk = x55 @ x^T
-        dAbk += _dot(x55, tl.trans(x), DOT, PRECISION)
-        # x66 = x55 @ x31^T
-        x66 += _dot(x55, tl.trans(x31), DOT, PRECISION)
-        # dBL = x55 @ S^T
-        dBL += _dot(x55, tl.trans(S), DOT, PRECISION)
-        # x89 = x31 @ dS^T
-        x89 += _dot(x31, tl.trans(dS), DOT, PRECISION)
-        # x97 = dS * S
-        x97 = dS * S
-        # dGc = sum_V(x97)
-        dGc += tl.sum(x97, 1)
-        # x164 = KT @ dS
-        x164 = _dot(KT, dS, DOT, PRECISION)
-        # x165 = U2^T @ x54
-        x165 = _dot(tl.trans(U2), x54, DOT, PRECISION)
-        x167 = _load_rows(x167_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x168 = (x164 + x165) + x167
-        x168 = (x164 + x165) + x167
-        # dv = x168 * eta
-        dv = x168 * eta[:, None]
+        x58 = _load_rows(x58_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x59 = E^T @ x58
+        x59 = _dot(tl.trans(E), x58, DOT, PRECISION)
+        # dAbk = x59 @ x^T
+        dAbk += _dot(x59, tl.trans(x), DOT, PRECISION)
+        # x66 = x59 @ x31^T
+        x66 += _dot(x59, tl.trans(x31), DOT, PRECISION)
+        # dBL = x59 @ S^T
+        dBL += _dot(x59, tl.trans(S), DOT, PRECISION)
+        # x87 = x31 @ dS^T
+        x87 += _dot(x31, tl.trans(dS), DOT, PRECISION)
+        # x95 = dS * S
+        x95 = dS * S
+        # dGc = sum_V(x95)
+        dGc += tl.sum(x95, 1)
+        # x159 = KT @ dS
+        x159 = _dot(KT, dS, DOT, PRECISION)
+        # x160 = U2^T @ x58
+        x160 = _dot(tl.trans(U2), x58, DOT, PRECISION)
+        x162 = _load_rows(x162_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x163 = (x159 + x160) + x162
+        x163 = (x159 + x160) + x162
+        # dv = x163 * eta
+        dv = x163 * eta[:, None]
         if NEED & 8:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x169 = x168 * v
-        x169 = x168 * v
-        # x170 = sum_V(x169)
-        x170 += tl.sum(x169, 1)
+        # x164 = x163 * v
+        x164 = x163 * v
+        # x165 = sum_V(x164)
+        x165 += tl.sum(x164, 1)
     _store_rows(x32_out + tile * C * C, x32, row, row, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
-    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K == BK)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
     _store_rows(x66_out + tile * C * C, x66, row, row, C, C, C, True)
-    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K == BK)
-    _store_rows(x89_out + tile * C * K, x89, row, col_k, K, C, K, K == BK)
+    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x87_out + tile * C * K, x87, row, col_k, K, C, K, K % BK == 0)
     tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
-    tl.store(x170_out + tile * C + row, x170, mask=row < C)
+    tl.store(x165_out + tile * C + row, x165, mask=row < C)
 
 
 @_jit
 def _backward_finish_1(
     x32_ptr,
     j_ptr,
+    x36_ptr,
     g_ptr,
     eta_ptr,
     k_ptr,
-    x43_ptr,
+    x39_ptr,
     dQL_ptr,
     dKT_ptr,
+    x51_ptr,
     dAbk_ptr,
-    x62_ptr,
-    x40_ptr,
+    x53_ptr,
     q_ptr,
     x66_ptr,
-    x60_ptr,
     dBL_ptr,
-    x89_ptr,
+    x87_ptr,
     dGc_ptr,
     Gc_ptr,
-    x170_ptr,
+    x165_ptr,
     dq_out,
     dk_out,
     dj_out,
@@ -924,21 +1029,21 @@ def _backward_finish_1(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     x32 = _load_rows(x32_ptr + tile * C * C, row, row, C, C, C, True)
-    # x33 = mask(x32, strict=True)
-    x33 = tl.where(_keep_before(row), x32, 0.0)
+    # x40 = mask(x32, strict=True)
+    x40 = tl.where(_keep_before(row), x32, 0.0)
     eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
     # x3 = eta * k
     x3 = eta[:, None] * k
     # x5 = sum_K((x3 * x3))
     x5 = tl.sum((x3 * x3), 1)
     # x6 = sqrt(x5)
     x6 = tl.sqrt(x5)
-    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
     # x8 = sum_K((j * j))
     x8 = tl.sum((j * j), 1)
     # x9 = sqrt(x8)
@@ -963,11 +1068,9 @@ def _backward_finish_1(
     x24 = 0.5 * (x10 + x22)
     # x26 = -log(x24)
     x26 = -tl.log(x24)
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
     # x27 = min(g, x26)
     x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
-    # x36 = diagonal(-x32)
-    x36 = tl.sum(tl.where(row[:, None] == row[None, :], (-x32), 0.0), 1)
     # x28 = sum[to](x27)
     x28 = _sums(_keep_to(row), x27, SUM_PARTS)
     # x29 = exp(x28)
@@ -977,101 +1080,101 @@ def _backward_finish_1(
     # x48 = exp(x47)
     x48 = tl.exp(x47)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    # x56 = mask(dAbk, strict=True)
-    x56 = tl.where(_keep_before(row), dAbk, 0.0)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x59 = scale * q
-    x59 = scale * q
+    # x60 = mask(dAbk, strict=True)
+    x60 = tl.where(_keep_before(row), dAbk, 0.0)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x50 = scale * q
+    x50 = scale * q
     x66 = _load_rows(x66_ptr + tile * C * C, row, row, C, C, C, True)
     # x67 = mask(x66, strict=True)
     x67 = tl.where(_keep_before(row), x66, 0.0)
-    x89 = _load_rows(x89_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x95 = sum[before](((-(x89 * j) + (dKT * k)) * x48))
-    x95 = _sums(_keep_before(row), (((-(x89 * j)) + (dKT * k)) * x48), SUM_PARTS)
-    # x101 = [g <~ x26]
-    x101 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
-    # x34 = gram_dx(x33, j; x27, to, strict=True)
-    # x73 = gram_dx(x56, k; x27, to, strict=True)
-    # x74 = gram_dx(x67, j; x27, to, strict=True)
-    # x57 = gram_dy(x56, x3; x27, to, strict=True)
-    # x68 = gram_dy(x67, x3; x27, to, strict=True)
-    # x69 = gram_dy(x33, x59; x27, to, strict=True)
-    x34 = tl.zeros([C, BK], tl.float32)
-    x73 = tl.zeros([C, BK], tl.float32)
-    x74 = tl.zeros([C, BK], tl.float32)
-    x57 = tl.zeros([C, BK], tl.float32)
-    x68 = tl.zeros([C, BK], tl.float32)
-    x69 = tl.zeros([C, BK], tl.float32)
+    x42 = tl.zeros([C, BK, ], tl.float32)
+    x61 = tl.zeros([C, BK, ], tl.float32)
+    x69 = tl.zeros([C, BK, ], tl.float32)
+    x75 = tl.zeros([C, BK, ], tl.float32)
+    # x42 -= gram_dx(x40, j; x27, to, strict=True)
+    # x75 = gram_dx(x60, k; x27, to, strict=True)
+    # x75 -= gram_dx(x67, j; x27, to, strict=True)
+    # x61 = gram_dy(x60, x3; x27, to, strict=True)
+    # x69 = gram_dy(x40, x50; x27, to, strict=True)
+    # x69 = gram_dy(x67, x3; x27, to, strict=True)
     for level in range(LEVELS):
         decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
         edge = _edge(row, level)
         decayed_0 = (j * decay).to(DOT)
         decayed_1 = (x3 * decay).to(DOT)
-        decayed_2 = (x59 * decay).to(DOT)
+        decayed_2 = (x50 * decay).to(DOT)
         decayed_3 = (k * decay).to(DOT)
-        d_0 = tl.where(edge, x33, 0.0).to(DOT)
-        d_1 = tl.where(edge, x56, 0.0).to(DOT)
+        d_0 = tl.where(edge, x40, 0.0).to(DOT)
+        d_1 = tl.where(edge, x60, 0.0).to(DOT)
         d_2 = tl.where(edge, x67, 0.0).to(DOT)
-        x34 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x73 += decay * _dot(d_1, decayed_3, DOT, PRECISION)
-        x74 += decay * _dot(d_2, decayed_0, DOT, PRECISION)
-        x57 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x68 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
+        x42 -= decay * _dot(d_0, decayed_0, DOT, PRECISION)
+        x75 += decay * _dot(d_1, decayed_3, DOT, PRECISION)
+        x75 -= decay * _dot(d_2, decayed_0, DOT, PRECISION)
+        x61 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
         x69 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
-    # x35 = -x34
-    x35 = -x34
-    x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dq = (((x35 + (x36 * j)) + x43) + (dQL * x29)) * scale
-    dq = (((x35 + (x36[:, None] * j)) + x43) + (dQL * x29)) * scale
+        x69 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
+    # x33 = diagonal(-x32)
+    x33 = tl.sum(tl.where(row[:, None] == row[None, :], (-x32), 0.0), 1)
+    x39 = _load_rows(x39_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x43 = x39 + x42
+    x43 = x39 + x42
+    x36 = _load_rows(x36_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # dq = ((((x33 * j) + x36) + x43) + (dQL * x29)) * scale
+    dq = ((((x33[:, None] * j) + x36) + x43) + (dQL * x29)) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
-    # x75 = -x74
-    x75 = -x74
-    x40 = _load_rows(x40_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    x60 = _load_rows(x60_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x88 = sum[from]((((((x59 * (x40 + x35)) + (j * (x68 + x69))) + (x3 * (x73 + x75))) + -(k * (x57 + x60))) + (((dBL * x3) + (dQL * x59)) * x29)))
-    x88 = _sums(_keep_from(row), (((((x59 * (x40 + x35)) + (j * (x68 + x69))) + (x3 * (x73 + x75))) + (-(k * (x57 + x60)))) + (((dBL * x3) + (dQL * x59)) * x29)), SUM_PARTS)
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+    x53 = _load_rows(x53_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x62 = x53 + x61
+    x62 = x53 + x61
+    dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x86 = sum[from]((((((x50 * x43) + (j * x69)) + (x3 * x75)) + -(k * x62)) + (((dBL * x3) + (dQL * x50)) * x29)))
+    x86 = _sums(_keep_from(row), (((((x50 * x43) + (j * x69)) + (x3 * x75)) + (-(k * x62))) + (((dBL * x3) + (dQL * x50)) * x29)), SUM_PARTS)
+    x87 = _load_rows(x87_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x93 = sum[before](((-(x87 * j) + (dKT * k)) * x48))
+    x93 = _sums(_keep_before(row), (((-(x87 * j)) + (dKT * k)) * x48), SUM_PARTS)
     dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x100 = (x88 + x95) + (dGc * Gc)
-    x100 = (x88 + x95) + (dGc * Gc)[None, :]
-    # x105 = sum_K((x100 * (1 + -x101)))
-    x105 = tl.sum((x100 * (1.0 + (-x101))), 1)
-    # x107 = (x105 / x24) * 0.5
-    x107 = (x105 / x24) * 0.5
-    # x110 = -(0.5 * x107) /0 x22
-    x110 = tl.where(x22 == 0, 0.0, (-(0.5 * x107)) / tl.where(x22 == 0, 1.0, x22))
-    # x113 = (x110 * x13) * (x17 + x17)
-    x113 = (x110 * x13)[:, None] * (x17 + x17)
-    # x116 = sum_K(((x113 * x14) /0 x6))
-    x116 = tl.sum(tl.where(x6[:, None] == 0, 0.0, (x113 * x14) / tl.where(x6[:, None] == 0, 1.0, x6[:, None])), 1)
-    # x127 = (-x107 + ((x110 * x19) * 2)) + (x110 * (((x6 * (x9 + x9)) + -2) + -2))
-    x127 = ((-x107) + ((x110 * x19) * 2.0)) + (x110 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
-    # x140 = ((((((0.5 * (-x116 + (x127 * x9))) /0 x6) * (eta * (k + k))) + (dBL * x29)) + x73) + (x113 /0 x6)) + x75
-    x140 = ((((tl.where(x6 == 0, 0.0, (0.5 * ((-x116) + (x127 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + (dBL * x29)) + x73) + tl.where(x6[:, None] == 0, 0.0, x113 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x75
-    x62 = _load_rows(x62_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dk = (((dKT * x48) + x57) + x62) + (x140 * eta)
-    dk = (((dKT * x48) + x57) + x62) + (x140 * eta[:, None])
+    # x98 = (x86 + x93) + (dGc * Gc)
+    x98 = (x86 + x93) + (dGc * Gc)[None, :]
+    # x99 = [g <~ x26]
+    x99 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
+    # x103 = sum_K((x98 * (1 + -x99)))
+    x103 = tl.sum((x98 * (1.0 + (-x99))), 1)
+    # x105 = (x103 / x24) * 0.5
+    x105 = (x103 / x24) * 0.5
+    # x108 = -(0.5 * x105) /0 x22
+    x108 = tl.where(x22 == 0, 0.0, (-(0.5 * x105)) / tl.where(x22 == 0, 1.0, x22))
+    # x111 = (x108 * x13) * (x17 + x17)
+    x111 = (x108 * x13)[:, None] * (x17 + x17)
+    # x114 = sum_K(((x111 * x14) /0 x6))
+    x114 = tl.sum(tl.where(x6[:, None] == 0, 0.0, (x111 * x14) / tl.where(x6[:, None] == 0, 1.0, x6[:, None])), 1)
+    # x125 = (-x105 + ((x108 * x19) * 2)) + (x108 * (((x6 * (x9 + x9)) + -2) + -2))
+    x125 = ((-x105) + ((x108 * x19) * 2.0)) + (x108 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
+    # x137 = (((((0.5 * (-x114 + (x125 * x9))) /0 x6) * (eta * (k + k))) + (dBL * x29)) + (x111 /0 x6)) + x75
+    x137 = (((tl.where(x6 == 0, 0.0, (0.5 * ((-x114) + (x125 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + (dBL * x29)) + tl.where(x6[:, None] == 0, 0.0, x111 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x75
+    x51 = _load_rows(x51_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # dk = (((dKT * x48) + x51) + x62) + (x137 * eta)
+    dk = (((dKT * x48) + x51) + x62) + (x137 * eta[:, None])
     if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
-    # x145 = sum_K((-(x113 * x15) /0 x9))
-    x145 = tl.sum(tl.where(x9[:, None] == 0, 0.0, (-(x113 * x15)) / tl.where(x9[:, None] == 0, 1.0, x9[:, None])), 1)
-    # dj = (((((((0.5 * (-x145 + (x127 * x6))) /0 x9) * (j + j)) + (x36 * x59)) + (-x113 /0 x9)) + -(x89 * x48)) + -x68) + -x69
-    dj = (((((tl.where(x9 == 0, 0.0, (0.5 * ((-x145) + (x127 * x6))) / tl.where(x9 == 0, 1.0, x9))[:, None] * (j + j)) + (x36[:, None] * x59)) + tl.where(x9[:, None] == 0, 0.0, (-x113) / tl.where(x9[:, None] == 0, 1.0, x9[:, None]))) + (-(x89 * x48))) + (-x68)) + (-x69)
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+    # x142 = sum_K((-(x111 * x15) /0 x9))
+    x142 = tl.sum(tl.where(x9[:, None] == 0, 0.0, (-(x111 * x15)) / tl.where(x9[:, None] == 0, 1.0, x9[:, None])), 1)
+    # dj = ((((((0.5 * (-x142 + (x125 * x6))) /0 x9) * (j + j)) + (x33 * x50)) + (-x111 /0 x9)) + -(x87 * x48)) + -x69
+    dj = ((((tl.where(x9 == 0, 0.0, (0.5 * ((-x142) + (x125 * x6))) / tl.where(x9 == 0, 1.0, x9))[:, None] * (j + j)) + (x33[:, None] * x50)) + tl.where(x9[:, None] == 0, 0.0, (-x111) / tl.where(x9[:, None] == 0, 1.0, x9[:, None]))) + (-(x87 * x48))) + (-x69)
     if NEED & 4:
-        _store_rows(dj_out + ((batch * T + start) * HV + head_v) * K, dj, row, col_k, HV * K, T - start, K, K == BK)
-    # dg = x100 * x101
-    dg = x100 * x101
+        _store_rows(dj_out + ((batch * T + start) * HV + head_v) * K, dj, row, col_k, HV * K, T - start, K, K % BK == 0)
+    # dg = x98 * x99
+    dg = x98 * x99
     if NEED & 16:
-        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
-    # x172 = sum_K((x140 * k))
-    x172 = tl.sum((x140 * k), 1)
-    x170 = tl.load(x170_ptr + tile * C + row, mask=row < C, other=0.0)
-    # deta = x170 + x172
-    deta = x170 + x172
+        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
+    # x167 = sum_K((x137 * k))
+    x167 = tl.sum((x137 * k), 1)
+    x165 = tl.load(x165_ptr + tile * C + row, mask=row < C, other=0.0)
+    # deta = x165 + x167
+    deta = x165 + x167
     if NEED & 32:
         tl.store(deta_out + ((batch * T + start) * HV + head_v) + row * HV, deta, mask=in_c)
 
@@ -1079,16 +1182,57 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish', 'backward.finish_1')
+_WALK_K = ('forward.prepare', 'backward.prepare')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [4, 3, 1],
+    "backward.scan": [3, 2, 0],
+    "backward.reverse": [3, 2, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -1114,18 +1258,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -1133,11 +1284,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -1156,7 +1314,8 @@ def _forward_triton(
     q, k, j, v, g, eta, = (x.contiguous() for x in (q, k, j, v, g, eta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, eta, ), K, V)
+    shared, own = _setting(q, (g, eta, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -1204,11 +1363,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
             x31,
             W,
@@ -1231,7 +1390,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), Abk if save else q.new_empty((0,)), ]
 
@@ -1257,7 +1416,8 @@ def _backward_triton(
     q, k, j, v, g, eta, = (x.contiguous() for x in (q, k, j, v, g, eta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, eta, ), K, V)
+    shared, own = _setting(q, (g, eta, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1275,16 +1435,16 @@ def _backward_triton(
             x = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x40 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x36 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x39 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x51 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x53 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x53 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x60 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x62 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x57 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x167 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x162 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
                 _backward_prepare,
@@ -1297,22 +1457,22 @@ def _backward_triton(
                 g,
                 j,
                 do,
-                Aqa,
                 q,
+                Aqa,
                 Aqk,
                 x,
                 U,
                 W,
-                x40,
-                x43,
-                AT,
+                x36,
+                x39,
+                x51,
                 x53,
-                x60,
-                x62,
+                AT,
+                x57,
                 Gc,
                 KT,
                 U2,
-                x167,
+                x162,
                 QL,
                 scale,
                 T,
@@ -1322,14 +1482,14 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 63:
             x31 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
                 U,
                 Gc,
@@ -1350,21 +1510,21 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 127:
-            x54 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x58 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x53,
+                x57,
                 Gc,
                 W,
                 QL,
                 do,
-                x54,
+                x58,
                 last,
                 dh0,
                 kept_dS,
@@ -1378,7 +1538,7 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 64 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 63:
             x32 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1387,9 +1547,9 @@ def _backward_triton(
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x66 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dBL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x89 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x87 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x170 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x165 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1400,20 +1560,20 @@ def _backward_triton(
                 v,
                 kept_dS,
                 E,
-                x54,
+                x58,
                 KT,
                 U2,
-                x167,
+                x162,
                 x32,
                 dQL,
                 dKT,
                 dAbk,
                 x66,
                 dBL,
-                x89,
+                x87,
                 dGc,
                 dv,
-                x170,
+                x165,
                 scale,
                 T,
                 NT,
@@ -1422,7 +1582,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
         if needs & 55:
             _launch(
@@ -1430,23 +1590,23 @@ def _backward_triton(
                 B * NT * HV,
                 x32,
                 j,
+                x36,
                 g,
                 eta,
                 k,
-                x43,
+                x39,
                 dQL,
                 dKT,
+                x51,
                 dAbk,
-                x62,
-                x40,
+                x53,
                 q,
                 x66,
-                x60,
                 dBL,
-                x89,
+                x87,
                 dGc,
                 Gc,
-                x170,
+                x165,
                 dq,
                 dk,
                 dj,
@@ -1460,7 +1620,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish_1"],
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dj, j), _grouped(dv, v), _grouped(dg, g), _grouped(deta, eta), dh0]
 
@@ -1623,10 +1783,12 @@ def _forward_torch(
     x2 = eta[..., :, None] * k
     # x4 = sum_K((x2 * x2))
     x4 = (x2 * x2).sum(-1)
-    # x5 = sqrt(x4)
-    x5 = torch.sqrt(x4)
     # x7 = sum_K((j * j))
     x7 = (j * j).sum(-1)
+    # x30 = eta * v
+    x30 = eta[..., :, None] * v
+    # x5 = sqrt(x4)
+    x5 = torch.sqrt(x4)
     # x8 = sqrt(x7)
     x8 = torch.sqrt(x7)
     # x9 = x5 * x8
@@ -1653,14 +1815,8 @@ def _forward_torch(
     Aqa = _gram(x, j, x26, False, False)
     # x33 = gram(k, j; x26, to, strict=True)
     x33 = _gram(k, j, x26, False, True)
-    # E = inverse((eta * x33))
-    E = _inverse_of((eta[..., :, None] * x33))
     # x34 = gram(k, k; x26, to, strict=True)
     x34 = _gram(k, k, x26, False, True)
-    # Abk = eta * x34
-    Abk = eta[..., :, None] * x34
-    # W = E @ (x2 * x28)
-    W = E @ (x2 * x28)
     # x40 = sum[all](x26)
     x40 = x26.sum(-2)
     # Gc = exp(x40)
@@ -1673,8 +1829,12 @@ def _forward_torch(
     KT = k * x43
     # AT = j * x43
     AT = j * x43
-    # x30 = eta * v
-    x30 = eta[..., :, None] * v
+    # E = inverse((eta * x33))
+    E = _inverse_of((eta[..., :, None] * x33))
+    # Abk = eta * x34
+    Abk = eta[..., :, None] * x34
+    # W = E @ (x2 * x28)
+    W = E @ (x2 * x28)
     # x31 = Aqk @ x30
     x31 = Aqk @ x30
     # x35 = Abk @ x30
@@ -1747,18 +1907,41 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, j, v, g, eta, = (_chunks(x, HV, C, dtype) for x in given)
+    if needs & 40:
+        # U2 = E @ Abk
+        U2 = E @ Abk
     # x3 = eta * k
     x3 = eta[..., :, None] * k
     # x4 = x3 * x3
     x4 = x3 * x3
     # x5 = sum_K(x4)
     x5 = x4.sum(-1)
-    # x6 = sqrt(x5)
-    x6 = torch.sqrt(x5)
     # x7 = j * j
     x7 = j * j
     # x8 = sum_K(x7)
     x8 = x7.sum(-1)
+    if needs & 126:
+        # x50 = scale * q
+        x50 = scale * q
+    if needs & 55:
+        # x = eta * v
+        x = eta[..., :, None] * v
+        # x2 = Abk @ x
+        x2 = Abk @ x
+        # U = E @ x2
+        U = E @ x2
+        # dAqk = do @ x^T
+        dAqk = do @ x.mT
+    if needs & 126:
+        # x56 = Aqa^T @ do
+        x56 = Aqa.mT @ do
+        # x57 = -x56
+        x57 = -x56
+    if needs & 40:
+        # x162 = Aqk^T @ do
+        x162 = Aqk.mT @ do
+    # x6 = sqrt(x5)
+    x6 = torch.sqrt(x5)
     # x9 = sqrt(x8)
     x9 = torch.sqrt(x8)
     # x10 = x6 * x9
@@ -1769,6 +1952,12 @@ def _backward_torch(
     x12 = x11 * x11
     # x13 = 2 * x10
     x13 = 2.0 * x10
+    if needs & 3:
+        # x35 = diagonal(dAqk)
+        x35 = dAqk.diagonal(dim1=-2, dim2=-1)
+    if needs & 55:
+        # x38 = mask(dAqk, strict=True)
+        x38 = torch.tril(dAqk, -1)
     # x14 = x3 /0 x6
     x14 = torch.where(x6[..., :, None] == 0, 0, x3 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))
     # x15 = j /0 x9
@@ -1781,6 +1970,12 @@ def _backward_torch(
     x18 = x17 * x17
     # x19 = sum_K(x18)
     x19 = x18.sum(-1)
+    if needs & 1:
+        # x36 = x35 * k
+        x36 = x35[..., :, None] * k
+    if needs & 2:
+        # x51 = x35 * x50
+        x51 = x35[..., :, None] * x50
     # x20 = x13 * x19
     x20 = x13 * x19
     # x21 = x12 + x20
@@ -1803,62 +1998,28 @@ def _backward_torch(
     x29 = torch.exp(x28)
     # W = E @ (x3 * x29)
     W = E @ (x3 * x29)
+    if needs & 55:
+        # x39 = gram_dx(x38, k; x27, to, strict=True)
+        x39 = _gram_dx(x38, k, x27, False)
+    if needs & 54:
+        # x53 = gram_dy(x38, x50; x27, to, strict=True)
+        x53 = _gram_dy(x38, x50, x27, False)
     # x47 = sum[after](x27)
     x47 = _run(x27, 'after')
     # x48 = exp(x47)
     x48 = torch.exp(x47)
     # AT = j * x48
     AT = j * x48
-    if needs & 126:
-        # x59 = scale * q
-        x59 = scale * q
-    # x98 = sum[all](x27)
-    x98 = x27.sum(-2)
-    # Gc = exp(x98)
-    Gc = torch.exp(x98)
+    # x96 = sum[all](x27)
+    x96 = x27.sum(-2)
+    # Gc = exp(x96)
+    Gc = torch.exp(x96)
     if needs & 63:
         # KT = k * x48
         KT = k * x48
-    if needs & 40:
-        # U2 = E @ Abk
-        U2 = E @ Abk
     if needs & 126:
-        # QL = x59 * x29
-        QL = x59 * x29
-    if needs & 55:
-        # x = eta * v
-        x = eta[..., :, None] * v
-        # x2 = Abk @ x
-        x2 = Abk @ x
-        # U = E @ x2
-        U = E @ x2
-        # dAqk = do @ x^T
-        dAqk = do @ x.mT
-    if needs & 126:
-        # x52 = Aqa^T @ do
-        x52 = Aqa.mT @ do
-        # x53 = -x52
-        x53 = -x52
-    if needs & 40:
-        # x167 = Aqk^T @ do
-        x167 = Aqk.mT @ do
-    if needs & 55:
-        # x39 = mask(dAqk, strict=True)
-        x39 = torch.tril(dAqk, -1)
-        # x40 = gram_dx(x39, k; x27, to, strict=True)
-        x40 = _gram_dx(x39, k, x27, False)
-    if needs & 3:
-        # x41 = diagonal(dAqk)
-        x41 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 1:
-        # x43 = x40 + (x41 * k)
-        x43 = x40 + (x41[..., :, None] * k)
-    if needs & 54:
-        # x60 = gram_dy(x39, x59; x27, to, strict=True)
-        x60 = _gram_dy(x39, x59, x27, False)
-    if needs & 2:
-        # x62 = x60 + (x41 * x59)
-        x62 = x60 + (x41[..., :, None] * x59)
+        # QL = x50 * x29
+        QL = x50 * x29
     if needs & 55:
         S = state
         x31_all: list[Tensor] = []
@@ -1875,12 +2036,12 @@ def _backward_torch(
             x30 = W_here @ S
             # x31 = U + x30
             x31 = U_here + x30
-            # x174 = KT^T @ x
-            x174 = KT_here.mT @ x_here
-            # x176 = AT^T @ x31
-            x176 = AT_here.mT @ x31
-            # S_next = ((S * Gc) + x174) + -x176
-            S_next = ((S * Gc_here[..., :, None]) + x174) + (-x176)
+            # x169 = KT^T @ x
+            x169 = KT_here.mT @ x_here
+            # x171 = AT^T @ x31
+            x171 = AT_here.mT @ x31
+            # S_next = ((S * Gc) + x169) + -x171
+            S_next = ((S * Gc_here[..., :, None]) + x169) + (-x171)
             x31_all.append(x31)
             S = S_next
         end_S = S
@@ -1888,30 +2049,30 @@ def _backward_torch(
         S = _stack(kept_S_all, v, NT, K, dtype)
     if needs & 126:
         dS = dstate
-        x54_all: list[Tensor] = []
+        x58_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x53_here = x53[:, chunk]
+            x57_here = x57[:, chunk]
             Gc_here = Gc[:, chunk]
             W_here = W[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x50 = AT @ dS
-            x50 = AT_here @ dS
-            # x54 = -x50 + x53
-            x54 = (-x50) + x53_here
-            # x179 = W^T @ x54
-            x179 = W_here.mT @ x54
-            # x181 = QL^T @ do
-            x181 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x179) + x181
-            dS_prev = ((dS * Gc_here[..., :, None]) + x179) + x181
-            x54_all.append(x54)
+            # x54 = AT @ dS
+            x54 = AT_here @ dS
+            # x58 = -x54 + x57
+            x58 = (-x54) + x57_here
+            # x174 = W^T @ x58
+            x174 = W_here.mT @ x58
+            # x176 = QL^T @ do
+            x176 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x174) + x176
+            dS_prev = ((dS * Gc_here[..., :, None]) + x174) + x176
+            x58_all.append(x58)
             dS = dS_prev
         end_dS = dS
-        x54 = _stack(x54_all[::-1], v, NT, C, dtype)
+        x58 = _stack(x58_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 55:
         # x32 = do @ x31^T
@@ -1921,107 +2082,111 @@ def _backward_torch(
     if needs & 54:
         # dKT = x @ dS^T
         dKT = x @ dS.mT
-        # x55 = E^T @ x54
-        x55 = E.mT @ x54
-        # dAbk = x55 @ x^T
-        dAbk = x55 @ x.mT
-        # x66 = x55 @ x31^T
-        x66 = x55 @ x31.mT
-        # dBL = x55 @ S^T
-        dBL = x55 @ S.mT
-        # x89 = x31 @ dS^T
-        x89 = x31 @ dS.mT
-        # x97 = dS * S
-        x97 = dS * S
-        # dGc = sum_V(x97)
-        dGc = x97.sum(-1)
+        # x59 = E^T @ x58
+        x59 = E.mT @ x58
+        # dAbk = x59 @ x^T
+        dAbk = x59 @ x.mT
+        # x66 = x59 @ x31^T
+        x66 = x59 @ x31.mT
+        # dBL = x59 @ S^T
+        dBL = x59 @ S.mT
+        # x87 = x31 @ dS^T
+        x87 = x31 @ dS.mT
+        # x95 = dS * S
+        x95 = dS * S
+        # dGc = sum_V(x95)
+        dGc = x95.sum(-1)
     if needs & 40:
-        # x164 = KT @ dS
-        x164 = KT @ dS
-        # x165 = U2^T @ x54
-        x165 = U2.mT @ x54
-        # x168 = (x164 + x165) + x167
-        x168 = (x164 + x165) + x167
+        # x159 = KT @ dS
+        x159 = KT @ dS
+        # x160 = U2^T @ x58
+        x160 = U2.mT @ x58
+        # x163 = (x159 + x160) + x162
+        x163 = (x159 + x160) + x162
     if needs & 8:
-        # dv = x168 * eta
-        dv = x168 * eta[..., :, None]
+        # dv = x163 * eta
+        dv = x163 * eta[..., :, None]
     if needs & 32:
-        # x169 = x168 * v
-        x169 = x168 * v
-        # x170 = sum_V(x169)
-        x170 = x169.sum(-1)
-    if needs & 55:
-        # x33 = mask(x32, strict=True)
-        x33 = torch.tril(x32, -1)
-        # x34 = gram_dx(x33, j; x27, to, strict=True)
-        x34 = _gram_dx(x33, j, x27, False)
-        # x35 = -x34
-        x35 = -x34
+        # x164 = x163 * v
+        x164 = x163 * v
+        # x165 = sum_V(x164)
+        x165 = x164.sum(-1)
     if needs & 5:
-        # x36 = diagonal(-x32)
-        x36 = (-x32).diagonal(dim1=-2, dim2=-1)
+        # x33 = diagonal(-x32)
+        x33 = (-x32).diagonal(dim1=-2, dim2=-1)
+    if needs & 55:
+        # x40 = mask(x32, strict=True)
+        x40 = torch.tril(x32, -1)
+        # x41 = gram_dx(x40, j; x27, to, strict=True)
+        x41 = _gram_dx(x40, j, x27, False)
+        # x43 = x39 + -x41
+        x43 = x39 + (-x41)
     if needs & 1:
-        # dq = (((x35 + (x36 * j)) + x43) + (dQL * x29)) * scale
-        dq = (((x35 + (x36[..., :, None] * j)) + x43) + (dQL * x29)) * scale
+        # dq = ((((x33 * j) + x36) + x43) + (dQL * x29)) * scale
+        dq = ((((x33[..., :, None] * j) + x36) + x43) + (dQL * x29)) * scale
     if needs & 54:
-        # x56 = mask(dAbk, strict=True)
-        x56 = torch.tril(dAbk, -1)
-        # x57 = gram_dy(x56, x3; x27, to, strict=True)
-        x57 = _gram_dy(x56, x3, x27, False)
+        # x60 = mask(dAbk, strict=True)
+        x60 = torch.tril(dAbk, -1)
+        # x61 = gram_dy(x60, x3; x27, to, strict=True)
+        x61 = _gram_dy(x60, x3, x27, False)
+        # x62 = x53 + x61
+        x62 = x53 + x61
+        # x65 = gram_dy(x40, x50; x27, to, strict=True)
+        x65 = _gram_dy(x40, x50, x27, False)
         # x67 = mask(x66, strict=True)
         x67 = torch.tril(x66, -1)
         # x68 = gram_dy(x67, x3; x27, to, strict=True)
         x68 = _gram_dy(x67, x3, x27, False)
-        # x69 = gram_dy(x33, x59; x27, to, strict=True)
-        x69 = _gram_dy(x33, x59, x27, False)
-        # x73 = gram_dx(x56, k; x27, to, strict=True)
-        x73 = _gram_dx(x56, k, x27, False)
-        # x74 = gram_dx(x67, j; x27, to, strict=True)
-        x74 = _gram_dx(x67, j, x27, False)
-        # x75 = -x74
-        x75 = -x74
-        # x88 = sum[from]((((((x59 * (x40 + x35)) + (j * (x68 + x69))) + (x3 * (x73 + x75))) + -(k * (x57 + x60))) + (((dBL * x3) + (dQL * x59)) * x29)))
-        x88 = _run((((((x59 * (x40 + x35)) + (j * (x68 + x69))) + (x3 * (x73 + x75))) + (-(k * (x57 + x60)))) + (((dBL * x3) + (dQL * x59)) * x29)), 'from')
-        # x95 = sum[before](((-(x89 * j) + (dKT * k)) * x48))
-        x95 = _run((((-(x89 * j)) + (dKT * k)) * x48), 'before')
-        # x100 = (x88 + x95) + (dGc * Gc)
-        x100 = (x88 + x95) + (dGc * Gc)[..., None, :]
-        # x101 = [g <~ x26]
-        x101 = (x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
+        # x69 = x65 + x68
+        x69 = x65 + x68
+        # x72 = gram_dx(x60, k; x27, to, strict=True)
+        x72 = _gram_dx(x60, k, x27, False)
+        # x73 = gram_dx(x67, j; x27, to, strict=True)
+        x73 = _gram_dx(x67, j, x27, False)
+        # x75 = x72 + -x73
+        x75 = x72 + (-x73)
+        # x86 = sum[from]((((((x50 * x43) + (j * x69)) + (x3 * x75)) + -(k * x62)) + (((dBL * x3) + (dQL * x50)) * x29)))
+        x86 = _run((((((x50 * x43) + (j * x69)) + (x3 * x75)) + (-(k * x62))) + (((dBL * x3) + (dQL * x50)) * x29)), 'from')
+        # x93 = sum[before](((-(x87 * j) + (dKT * k)) * x48))
+        x93 = _run((((-(x87 * j)) + (dKT * k)) * x48), 'before')
+        # x98 = (x86 + x93) + (dGc * Gc)
+        x98 = (x86 + x93) + (dGc * Gc)[..., None, :]
+        # x99 = [g <~ x26]
+        x99 = (x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
     if needs & 38:
-        # x105 = sum_K((x100 * (1 + -x101)))
-        x105 = (x100 * (1.0 + (-x101))).sum(-1)
-        # x107 = (x105 / x24) * 0.5
-        x107 = (x105 / x24) * 0.5
-        # x110 = -(0.5 * x107) /0 x22
-        x110 = torch.where(x22 == 0, 0, (-(0.5 * x107)) / torch.where(x22 == 0, 1, x22))
-        # x113 = (x110 * x13) * (x17 + x17)
-        x113 = (x110 * x13)[..., :, None] * (x17 + x17)
+        # x103 = sum_K((x98 * (1 + -x99)))
+        x103 = (x98 * (1.0 + (-x99))).sum(-1)
+        # x105 = (x103 / x24) * 0.5
+        x105 = (x103 / x24) * 0.5
+        # x108 = -(0.5 * x105) /0 x22
+        x108 = torch.where(x22 == 0, 0, (-(0.5 * x105)) / torch.where(x22 == 0, 1, x22))
+        # x111 = (x108 * x13) * (x17 + x17)
+        x111 = (x108 * x13)[..., :, None] * (x17 + x17)
     if needs & 34:
-        # x116 = sum_K(((x113 * x14) /0 x6))
-        x116 = torch.where(x6[..., :, None] == 0, 0, (x113 * x14) / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None])).sum(-1)
+        # x114 = sum_K(((x111 * x14) /0 x6))
+        x114 = torch.where(x6[..., :, None] == 0, 0, (x111 * x14) / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None])).sum(-1)
     if needs & 38:
-        # x127 = (-x107 + ((x110 * x19) * 2)) + (x110 * (((x6 * (x9 + x9)) + -2) + -2))
-        x127 = ((-x107) + ((x110 * x19) * 2.0)) + (x110 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
+        # x125 = (-x105 + ((x108 * x19) * 2)) + (x108 * (((x6 * (x9 + x9)) + -2) + -2))
+        x125 = ((-x105) + ((x108 * x19) * 2.0)) + (x108 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
     if needs & 34:
-        # x140 = ((((((0.5 * (-x116 + (x127 * x9))) /0 x6) * (eta * (k + k))) + (dBL * x29)) + x73) + (x113 /0 x6)) + x75
-        x140 = ((((torch.where(x6 == 0, 0, (0.5 * ((-x116) + (x127 * x9))) / torch.where(x6 == 0, 1, x6))[..., :, None] * (eta[..., :, None] * (k + k))) + (dBL * x29)) + x73) + torch.where(x6[..., :, None] == 0, 0, x113 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))) + x75
+        # x137 = (((((0.5 * (-x114 + (x125 * x9))) /0 x6) * (eta * (k + k))) + (dBL * x29)) + (x111 /0 x6)) + x75
+        x137 = (((torch.where(x6 == 0, 0, (0.5 * ((-x114) + (x125 * x9))) / torch.where(x6 == 0, 1, x6))[..., :, None] * (eta[..., :, None] * (k + k))) + (dBL * x29)) + torch.where(x6[..., :, None] == 0, 0, x111 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))) + x75
     if needs & 2:
-        # dk = (((dKT * x48) + x57) + x62) + (x140 * eta)
-        dk = (((dKT * x48) + x57) + x62) + (x140 * eta[..., :, None])
+        # dk = (((dKT * x48) + x51) + x62) + (x137 * eta)
+        dk = (((dKT * x48) + x51) + x62) + (x137 * eta[..., :, None])
     if needs & 4:
-        # x145 = sum_K((-(x113 * x15) /0 x9))
-        x145 = torch.where(x9[..., :, None] == 0, 0, (-(x113 * x15)) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None])).sum(-1)
-        # dj = (((((((0.5 * (-x145 + (x127 * x6))) /0 x9) * (j + j)) + (x36 * x59)) + (-x113 /0 x9)) + -(x89 * x48)) + -x68) + -x69
-        dj = (((((torch.where(x9 == 0, 0, (0.5 * ((-x145) + (x127 * x6))) / torch.where(x9 == 0, 1, x9))[..., :, None] * (j + j)) + (x36[..., :, None] * x59)) + torch.where(x9[..., :, None] == 0, 0, (-x113) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None]))) + (-(x89 * x48))) + (-x68)) + (-x69)
+        # x142 = sum_K((-(x111 * x15) /0 x9))
+        x142 = torch.where(x9[..., :, None] == 0, 0, (-(x111 * x15)) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None])).sum(-1)
+        # dj = ((((((0.5 * (-x142 + (x125 * x6))) /0 x9) * (j + j)) + (x33 * x50)) + (-x111 /0 x9)) + -(x87 * x48)) + -x69
+        dj = ((((torch.where(x9 == 0, 0, (0.5 * ((-x142) + (x125 * x6))) / torch.where(x9 == 0, 1, x9))[..., :, None] * (j + j)) + (x33[..., :, None] * x50)) + torch.where(x9[..., :, None] == 0, 0, (-x111) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None]))) + (-(x87 * x48))) + (-x69)
     if needs & 16:
-        # dg = x100 * x101
-        dg = x100 * x101
+        # dg = x98 * x99
+        dg = x98 * x99
     if needs & 32:
-        # x172 = sum_K((x140 * k))
-        x172 = (x140 * k).sum(-1)
-        # deta = x170 + x172
-        deta = x170 + x172
+        # x167 = sum_K((x137 * k))
+        x167 = (x137 * k).sum(-1)
+        # deta = x165 + x167
+        deta = x165 + x167
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 568ff5fd:
+# gated linear attention, one decay a channel, program a4368cd1:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -29,6 +29,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -43,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla"]
 
-_NAME = "gla_568ff5fd"
+_NAME = "gla_a4368cd1"
 
 
 def _jit(function: Any) -> Any:
@@ -217,37 +218,39 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x = scale * q
-    x = scale * q
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = sum[to](g)
-    x2 = _sums(_keep_to(row), g, GATE_PARTS)
-    # QL = x * exp(x2)
-    QL = x * tl.exp(x2)
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
-    # x6 = sum[all](g)
-    x6 = tl.sum(g, 0)
-    # Gc = exp(x6)
-    Gc = tl.exp(x6)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # x8 = sum[after](g)
-    x8 = _sums(_keep_after(row), g, GATE_PARTS)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = k * exp(x8)
-    AT = k * tl.exp(x8)
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    # Aqa = gram(x, k; g, to, strict=False)
-    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (x * decay).to(DOT)
-        decayed_1 = (k * decay).to(DOT)
-        Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqa = gram(x, k; g, to, strict=False)
+        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+        # x2 = sum[to](g)
+        x2 = _sums(_keep_to(row), g, GATE_PARTS)
+        # QL = x * exp(x2)
+        QL = x * tl.exp(x2)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # x6 = sum[all](g)
+        x6 = tl.sum(g, 0)
+        # Gc = exp(x6)
+        Gc = tl.exp(x6)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        # x8 = sum[after](g)
+        x8 = _sums(_keep_after(row), g, GATE_PARTS)
+        # AT = k * exp(x8)
+        AT = k * tl.exp(x8)
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
         _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
@@ -310,7 +313,7 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -318,7 +321,7 @@ def _forward_scan(
         o = x4 + x5
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x10 = AT^T @ v
         x10 = _dot(tl.trans(AT), v, DOT, PRECISION)
@@ -376,29 +379,28 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x13 = scale * q
-    x13 = scale * q
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x10 = sum[after](g)
-    x10 = _sums(_keep_after(row), g, GATE_PARTS)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = k * exp(x10)
-    AT = k * tl.exp(x10)
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    # x32 = sum[all](g)
-    x32 = tl.sum(g, 0)
-    # Gc = exp(x32)
-    Gc = tl.exp(x32)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # x6 = sum[to](g)
-    x6 = _sums(_keep_to(row), g, GATE_PARTS)
-    # QL = x13 * exp(x6)
-    QL = x13 * tl.exp(x6)
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x10 = sum[after](g)
+        x10 = _sums(_keep_after(row), g, GATE_PARTS)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # AT = k * exp(x10)
+        AT = k * tl.exp(x10)
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # x32 = sum[all](g)
+        x32 = tl.sum(g, 0)
+        # Gc = exp(x32)
+        Gc = tl.exp(x32)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        # x6 = sum[to](g)
+        x6 = _sums(_keep_to(row), g, GATE_PARTS)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = (scale * q) * exp(x6)
+        QL = (scale * q) * tl.exp(x6)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     dAqa = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
@@ -415,27 +417,35 @@ def _backward_prepare(
     x = tl.where(_keep_before(row), dAqa, 0.0)
     # x3 = diagonal(dAqa)
     x3 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    # x2 = gram_dx(x, k; g, to, strict=True)
-    # x14 = gram_dy(x, x13; g, to, strict=True)
-    x2 = tl.zeros([C, BK], tl.float32)
-    x14 = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (k * decay).to(DOT)
-        decayed_1 = (x13 * decay).to(DOT)
-        d_0 = tl.where(edge, x, 0.0).to(DOT)
-        x2 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x14 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-    # x5 = x2 + (x3 * k)
-    x5 = x2 + (x3[:, None] * k)
-    _store_rows(x5_out + tile * C * K, x5, row, col_k, K, C, K, K == BK)
-    # x16 = x14 + (x3 * x13)
-    x16 = x14 + (x3[:, None] * x13)
-    _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K == BK)
-    # x22 = (x13 * x2) + -(k * x14)
-    x22 = (x13 * x2) + (-(k * x14))
-    _store_rows(x22_out + tile * C * K, x22, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x13 = scale * q
+        x13 = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        x2 = tl.zeros([C, BK, ], tl.float32)
+        x14 = tl.zeros([C, BK, ], tl.float32)
+        # x2 = gram_dx(x, k; g, to, strict=True)
+        # x14 = gram_dy(x, x13; g, to, strict=True)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (k * decay).to(DOT)
+            decayed_1 = (x13 * decay).to(DOT)
+            d_0 = tl.where(edge, x, 0.0).to(DOT)
+            x2 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+            x14 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+        # x5 = x2 + (x3 * k)
+        x5 = x2 + (x3[:, None] * k)
+        _store_rows(x5_out + tile * C * K, x5, row, col_k, K, C, K, K % BK == 0)
+        # x16 = x14 + (x3 * x13)
+        x16 = x14 + (x3[:, None] * x13)
+        _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
+        # x22 = (x13 * x2) + -(k * x14)
+        x22 = (x13 * x2) + (-(k * x14))
+        _store_rows(x22_out + tile * C * K, x22, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -488,7 +498,7 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x35 = AT^T @ v
         x35 = _dot(tl.trans(AT), v, DOT, PRECISION)
@@ -550,7 +560,7 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x37 = QL^T @ do
         x37 = _dot(tl.trans(QL), do, DOT, PRECISION)
@@ -608,10 +618,10 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
     # x6 = sum[to](g)
     x6 = _sums(_keep_to(row), g, GATE_PARTS)
     # x7 = exp(x6)
@@ -620,12 +630,12 @@ def _backward_finish(
     x10 = _sums(_keep_after(row), g, GATE_PARTS)
     # x11 = exp(x10)
     x11 = tl.exp(x10)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
     # x13 = scale * q
     x13 = scale * q
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
-    AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -649,42 +659,83 @@ def _backward_finish(
         x31 = dS * S
         # dGc = sum_V(x31)
         dGc += tl.sum(x31, 1)
-    x5 = _load_rows(x5_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    x5 = _load_rows(x5_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     # dq = (x5 + (dQL * x7)) * scale
     dq = (x5 + (dQL * x7)) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
-    x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+    x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     # dk = (dAT * x11) + x16
     dk = (dAT * x11) + x16
     if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
-    x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+    x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     # x26 = sum[from]((x22 + ((dQL * x13) * x7)))
     x26 = _sums(_keep_from(row), (x22 + ((dQL * x13) * x7)), SUM_PARTS)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
     # x29 = sum[before](((dAT * k) * x11))
     x29 = _sums(_keep_before(row), ((dAT * k) * x11), SUM_PARTS)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
     # dg = (x26 + x29) + (dGc * Gc)
     dg = (x26 + x29) + (dGc * Gc)[None, :]
     if NEED & 8:
-        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
+        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'backward.prepare')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [2, 2, 0],
+    "backward.scan": [1, 1, 0],
+    "backward.reverse": [1, 1, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -710,18 +761,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -729,11 +787,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -750,7 +815,8 @@ def _forward_triton(
     q, k, v, g, = (x.contiguous() for x in (q, k, v, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, ), K, V)
+    shared, own = _setting(q, (g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -782,11 +848,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
             x5,
             Gc,
@@ -805,7 +871,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqa if save else q.new_empty((0,)), ]
 
@@ -826,7 +892,8 @@ def _backward_triton(
     q, k, v, g, = (x.contiguous() for x in (q, k, v, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, ), K, V)
+    shared, own = _setting(q, (g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -870,13 +937,13 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 15:
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 Gc,
                 AT,
                 v,
@@ -893,13 +960,13 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 31:
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 Gc,
                 QL,
                 do,
@@ -916,7 +983,7 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 16 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 15:
             _launch(
@@ -947,7 +1014,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(dg, g), dh0]
 
@@ -1200,12 +1267,12 @@ def _backward_torch(
     if needs & 11:
         # x = mask(dAqa, strict=True)
         x = torch.tril(dAqa, -1)
-    if needs & 9:
-        # x2 = gram_dx(x, k; g, to, strict=True)
-        x2 = _gram_dx(x, k, g, False)
     if needs & 3:
         # x3 = diagonal(dAqa)
         x3 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 9:
+        # x2 = gram_dx(x, k; g, to, strict=True)
+        x2 = _gram_dx(x, k, g, False)
     if needs & 1:
         # x5 = x2 + (x3 * k)
         x5 = x2 + (x3[..., :, None] * k)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program a7f65dff:
+# Kimi Delta Attention, program 7073f568:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -35,6 +35,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -49,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda"]
 
-_NAME = "kda_a7f65dff"
+_NAME = "kda_7073f568"
 
 
 def _jit(function: Any) -> Any:
@@ -226,51 +227,68 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x = scale * q
-    x = scale * q
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x5 = sum[to](g)
-    x5 = _sums(_keep_to(row), g, GATE_PARTS)
-    # x6 = exp(x5)
-    x6 = tl.exp(x5)
-    # QL = x * x6
-    QL = x * x6
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
-    # x11 = sum[after](g)
-    x11 = _sums(_keep_after(row), g, GATE_PARTS)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = k * exp(x11)
-    AT = k * tl.exp(x11)
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    # x14 = sum[all](g)
-    x14 = tl.sum(g, 0)
-    # Gc = exp(x14)
-    Gc = tl.exp(x14)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # Aqa = gram(x, k; g, to, strict=False)
-    # x2 = gram(k, k; g, to, strict=True)
-    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    x2 = tl.zeros([C, C], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (x * decay).to(DOT)
-        decayed_1 = (k * decay).to(DOT)
-        Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-        x2 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    x2 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqa = gram(x, k; g, to, strict=False)
+        # x2 = gram(k, k; g, to, strict=True)
+        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            x2 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+        # x5 = sum[to](g)
+        x5 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x6 = exp(x5)
+        x6 = tl.exp(x5)
+        # BL = (beta * k) * x6
+        BL = (beta[:, None] * k) * x6
+        # QL = x * x6
+        QL = x * x6
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # x11 = sum[after](g)
+        x11 = _sums(_keep_after(row), g, GATE_PARTS)
+        # AT = k * exp(x11)
+        AT = k * tl.exp(x11)
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # x14 = sum[all](g)
+        x14 = tl.sum(g, 0)
+        # Gc = exp(x14)
+        Gc = tl.exp(x14)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x3 = beta * v
+        x3 = beta[:, None] * v
     # E = inverse((beta * x2))
     E = _inverse((beta[:, None] * x2), row, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
-    # W = E @ ((beta * k) * x6)
-    W = _dot(E, ((beta[:, None] * k) * x6), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x5 = sum[to](g)
+        x5 = _sums(_keep_to(row), g, GATE_PARTS)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ ((beta * k) * exp(x5))
+        W = _dot(E, ((beta[:, None] * k) * tl.exp(x5)), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -332,7 +350,7 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x7 = W @ S
         x7 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -341,14 +359,14 @@ def _forward_scan(
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x9 = Aqa @ Vnew
         x9 = _dot(Aqa, Vnew, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x10 = QL @ S
         x10 = _dot(QL, S, DOT, PRECISION)
         # o = x9 + x10
         o = x9 + x10
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x13 = AT^T @ Vnew
         x13 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -406,34 +424,35 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x = sum[to](g)
-    x = _sums(_keep_to(row), g, GATE_PARTS)
-    # x2 = exp(x)
-    x2 = tl.exp(x)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # W = E @ ((beta * k) * x2)
-    W = _dot(E, ((beta[:, None] * k) * x2), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
-    # x14 = sum[after](g)
-    x14 = _sums(_keep_after(row), g, GATE_PARTS)
-    # AT = k * exp(x14)
-    AT = k * tl.exp(x14)
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    # x53 = sum[all](g)
-    x53 = tl.sum(g, 0)
-    # Gc = exp(x53)
-    Gc = tl.exp(x53)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # QL = (scale * q) * x2
-    QL = (scale * q) * x2
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = sum[to](g)
+        x = _sums(_keep_to(row), g, GATE_PARTS)
+        # x2 = exp(x)
+        x2 = tl.exp(x)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ ((beta * k) * x2)
+        W = _dot(E, ((beta[:, None] * k) * x2), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x14 = sum[after](g)
+        x14 = _sums(_keep_after(row), g, GATE_PARTS)
+        # AT = k * exp(x14)
+        AT = k * tl.exp(x14)
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # x52 = sum[all](g)
+        x52 = tl.sum(g, 0)
+        # Gc = exp(x52)
+        Gc = tl.exp(x52)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = (scale * q) * x2
+        QL = (scale * q) * x2
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -500,19 +519,19 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x6 = W @ S
         x6 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x6
         Vnew = U + (-x6)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x63 = AT^T @ Vnew
-        x63 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x62 = AT^T @ Vnew
+        x62 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = x63 + (S * Gc)
-        S_next = x63 + (S * Gc[:, None])
+        # S_next = x62 + (S * Gc)
+        S_next = x62 + (S * Gc[:, None])
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -572,23 +591,23 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x17 = AT @ dS
         x17 = _dot(AT, dS, DOT, PRECISION)
         x18 = _load_rows(x18_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x17 + x18
         dVnew = x17 + x18
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x66 = QL^T @ do
-        x66 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x68 = W^T @ dVnew
-        x68 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        # x65 = QL^T @ do
+        x65 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x67 = W^T @ dVnew
+        x67 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x66) + -x68
-        dS_prev = ((dS * Gc[:, None]) + x66) + (-x68)
+        # dS_prev = ((dS * Gc) + x65) + -x67
+        dS_prev = ((dS * Gc[:, None]) + x65) + (-x67)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -608,10 +627,10 @@ def _backward_finish(
     dAqa_out,
     dAT_out,
     x20_out,
-    x25_out,
+    x23_out,
     dv_out,
     dGc_out,
-    x60_out,
+    x59_out,
     scale,
     T,
     NT,
@@ -639,18 +658,18 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x20 = tl.zeros([C, C, ], tl.float32)
-    x25 = tl.zeros([C, BK, ], tl.float32)
+    x20 = tl.zeros([C, BK, ], tl.float32)
+    x23 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
-    x60 = tl.zeros([C, ], tl.float32)
+    x59 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -667,30 +686,30 @@ def _backward_finish(
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x19 = E^T @ dVnew
         x19 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x20 = x19 @ Vnew^T
-        x20 += _dot(x19, tl.trans(Vnew), DOT, PRECISION)
-        # x25 = x19 @ S^T
-        x25 += _dot(x19, tl.trans(S), DOT, PRECISION)
+        # x20 = x19 @ S^T
+        x20 += _dot(x19, tl.trans(S), DOT, PRECISION)
+        # x23 = x19 @ Vnew^T
+        x23 += _dot(x19, tl.trans(Vnew), DOT, PRECISION)
         # dv = x19 * beta
         dv = x19 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x52 = dS * S
-        x52 = dS * S
-        # dGc = sum_V(x52)
-        dGc += tl.sum(x52, 1)
+        # x51 = dS * S
+        x51 = dS * S
+        # dGc = sum_V(x51)
+        dGc += tl.sum(x51, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x59 = x19 * v
-        x59 = x19 * v
-        # x60 = sum_V(x59)
-        x60 += tl.sum(x59, 1)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
+        # x58 = x19 * v
+        x58 = x19 * v
+        # x59 = sum_V(x58)
+        x59 += tl.sum(x58, 1)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
-    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K == BK)
-    _store_rows(x20_out + tile * C * C, x20, row, row, C, C, C, True)
-    _store_rows(x25_out + tile * C * K, x25, row, col_k, K, C, K, K == BK)
+    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x20_out + tile * C * K, x20, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x23_out + tile * C * C, x23, row, row, C, C, C, True)
     tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
-    tl.store(x60_out + tile * C + row, x60, mask=row < C)
+    tl.store(x59_out + tile * C + row, x59, mask=row < C)
 
 
 @_jit
@@ -701,12 +720,12 @@ def _backward_finish_1(
     k_ptr,
     dAT_ptr,
     x20_ptr,
+    x23_ptr,
     beta_ptr,
-    x25_ptr,
     q_ptr,
     dGc_ptr,
     Gc_ptr,
-    x60_ptr,
+    x59_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -738,81 +757,82 @@ def _backward_finish_1(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x = sum[to](g)
-    x = _sums(_keep_to(row), g, GATE_PARTS)
-    # x2 = exp(x)
-    x2 = tl.exp(x)
     dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
     # x8 = mask(dAqa, strict=True)
     x8 = tl.where(_keep_before(row), dAqa, 0.0)
     # x10 = diagonal(dAqa)
     x10 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    # x14 = sum[after](g)
-    x14 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x15 = exp(x14)
-    x15 = tl.exp(x14)
-    x20 = _load_rows(x20_ptr + tile * C * C, row, row, C, C, C, True)
-    # x21 = mask(x20, strict=True)
-    x21 = tl.where(_keep_before(row), x20, 0.0)
+    x23 = _load_rows(x23_ptr + tile * C * C, row, row, C, C, C, True)
+    # x24 = mask(x23, strict=True)
+    x24 = tl.where(_keep_before(row), x23, 0.0)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x5 = beta * k
-    x5 = beta[:, None] * k
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x33 = scale * q
-    x33 = scale * q
-    dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x58 = sum[before](((dAT * k) * x15))
-    x58 = _sums(_keep_before(row), ((dAT * k) * x15), SUM_PARTS)
-    # x9 = gram_dx(x8, k; g, to, strict=True)
-    # x28 = gram_dx(x21, k; g, to, strict=True)
-    # x22 = gram_dy(x21, x5; g, to, strict=True)
-    # x34 = gram_dy(x8, x33; g, to, strict=True)
-    x9 = tl.zeros([C, BK], tl.float32)
-    x28 = tl.zeros([C, BK], tl.float32)
-    x22 = tl.zeros([C, BK], tl.float32)
-    x34 = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (k * decay).to(DOT)
-        decayed_1 = (x5 * decay).to(DOT)
-        decayed_2 = (x33 * decay).to(DOT)
-        d_0 = tl.where(edge, x8, 0.0).to(DOT)
-        d_1 = tl.where(edge, x21, 0.0).to(DOT)
-        x9 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x28 += decay * _dot(d_1, decayed_0, DOT, PRECISION)
-        x22 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x34 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
-    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dq = ((dQL * x2) + (x9 + (x10 * k))) * scale
-    dq = ((dQL * x2) + (x9 + (x10[:, None] * k))) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
-    x25 = _load_rows(x25_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x30 = -(x25 * x2) + -x28
-    x30 = (-(x25 * x2)) + (-x28)
-    # dk = (((dAT * x15) + -x22) + (x30 * beta)) + (x34 + (x10 * x33))
-    dk = (((dAT * x15) + (-x22)) + (x30 * beta[:, None])) + (x34 + (x10[:, None] * x33))
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
-    # x51 = sum[from](((((k * (x22 + -x34)) + (((dQL * x33) + -(x25 * x5)) * x2)) + (x33 * x9)) + -(x5 * x28)))
-    x51 = _sums(_keep_from(row), ((((k * (x22 + (-x34))) + (((dQL * x33) + (-(x25 * x5))) * x2)) + (x33 * x9)) + (-(x5 * x28))), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # dg = (x51 + (dGc * Gc)) + x58
-    dg = (x51 + (dGc * Gc)[None, :]) + x58
-    if NEED & 8:
-        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
-    # x62 = sum_K((x30 * k))
-    x62 = tl.sum((x30 * k), 1)
-    x60 = tl.load(x60_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x60 + x62
-    dbeta = x60 + x62
+    x61 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = sum[to](g)
+        x = _sums(_keep_to(row), g, GATE_PARTS)
+        # x2 = exp(x)
+        x2 = tl.exp(x)
+        # x14 = sum[after](g)
+        x14 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x15 = exp(x14)
+        x15 = tl.exp(x14)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x30 = scale * q
+        x30 = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x5 = beta * k
+        x5 = beta[:, None] * k
+        x9 = tl.zeros([C, BK, ], tl.float32)
+        x25 = tl.zeros([C, BK, ], tl.float32)
+        x36 = tl.zeros([C, BK, ], tl.float32)
+        # x9 = gram_dx(x8, k; g, to, strict=True)
+        # x25 = gram_dx(x24, k; g, to, strict=True)
+        # x36 = gram_dy(x8, x30; g, to, strict=True)
+        # x36 -= gram_dy(x24, x5; g, to, strict=True)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (k * decay).to(DOT)
+            decayed_1 = (x30 * decay).to(DOT)
+            decayed_2 = (x5 * decay).to(DOT)
+            d_0 = tl.where(edge, x8, 0.0).to(DOT)
+            d_1 = tl.where(edge, x24, 0.0).to(DOT)
+            x9 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+            x25 += decay * _dot(d_1, decayed_0, DOT, PRECISION)
+            x36 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+            x36 -= decay * _dot(tl.trans(d_1), decayed_2, DOT, PRECISION)
+        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((dQL * x2) + (x9 + (x10 * k))) * scale
+        dq = ((dQL * x2) + (x9 + (x10[:, None] * k))) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x27 = -(x20 * x2) + -x25
+        x27 = (-(x20 * x2)) + (-x25)
+        dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = (((dAT * x15) + (x27 * beta)) + (x10 * x30)) + x36
+        dk = (((dAT * x15) + (x27 * beta[:, None])) + (x10[:, None] * x30)) + x36
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x50 = sum[from]((((-(k * x36) + (((dQL * x30) + -(x20 * x5)) * x2)) + (x30 * x9)) + -(x5 * x25)))
+        x50 = _sums(_keep_from(row), ((((-(k * x36)) + (((dQL * x30) + (-(x20 * x5))) * x2)) + (x30 * x9)) + (-(x5 * x25))), SUM_PARTS)
+        # x57 = sum[before](((dAT * k) * x15))
+        x57 = _sums(_keep_before(row), ((dAT * k) * x15), SUM_PARTS)
+        dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x50 + (dGc * Gc)) + x57
+        dg = (x50 + (dGc * Gc)[None, :]) + x57
+        if NEED & 8:
+            _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x61 = sum_K((x27 * k))
+        x61 += tl.sum((x27 * k), 1)
+    x59 = tl.load(x59_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x59 + x61
+    dbeta = x59 + x61
     if NEED & 16:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -820,16 +840,57 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [3, 1, 1],
+    "backward.scan": [2, 1, 0],
+    "backward.reverse": [3, 2, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -855,18 +916,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -874,11 +942,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -896,7 +971,8 @@ def _forward_triton(
     q, k, v, g, beta, = (x.contiguous() for x in (q, k, v, g, beta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, beta, ), K, V)
+    shared, own = _setting(q, (g, beta, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -933,11 +1009,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             W,
             U,
             Aqa,
@@ -957,7 +1033,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
 
@@ -980,7 +1056,8 @@ def _backward_triton(
     q, k, v, g, beta, = (x.contiguous() for x in (q, k, v, g, beta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, beta, ), K, V)
+    shared, own = _setting(q, (g, beta, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1025,14 +1102,14 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 31:
             Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
                 U,
                 AT,
@@ -1051,14 +1128,14 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 63:
             dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
                 x18,
                 Gc,
@@ -1079,16 +1156,16 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 32 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 31:
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x20 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x25 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x23 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x60 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x59 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1104,10 +1181,10 @@ def _backward_triton(
                 dAqa,
                 dAT,
                 x20,
-                x25,
+                x23,
                 dv,
                 dGc,
-                x60,
+                x59,
                 scale,
                 T,
                 NT,
@@ -1116,7 +1193,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
         if needs & 27:
             _launch(
@@ -1128,12 +1205,12 @@ def _backward_triton(
                 k,
                 dAT,
                 x20,
+                x23,
                 beta,
-                x25,
                 q,
                 dGc,
                 Gc,
-                x60,
+                x59,
                 dq,
                 dk,
                 dg,
@@ -1146,7 +1223,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish_1"],
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(dg, g), _grouped(dbeta, beta), dh0]
 
@@ -1308,14 +1385,10 @@ def _forward_torch(
     Aqa = _gram(x, k, g, False, False)
     # x2 = gram(k, k; g, to, strict=True)
     x2 = _gram(k, k, g, False, True)
-    # E = inverse((beta * x2))
-    E = _inverse_of((beta[..., :, None] * x2))
     # x5 = sum[to](g)
     x5 = _run(g, 'to')
     # x6 = exp(x5)
     x6 = torch.exp(x5)
-    # W = E @ ((beta * k) * x6)
-    W = E @ ((beta[..., :, None] * k) * x6)
     # QL = x * x6
     QL = x * x6
     # x11 = sum[after](g)
@@ -1326,6 +1399,10 @@ def _forward_torch(
     x14 = g.sum(-2)
     # Gc = exp(x14)
     Gc = torch.exp(x14)
+    # E = inverse((beta * x2))
+    E = _inverse_of((beta[..., :, None] * x2))
+    # W = E @ ((beta * k) * x6)
+    W = E @ ((beta[..., :, None] * k) * x6)
     # U = E @ (beta * v)
     U = E @ (beta[..., :, None] * v)
     S = state
@@ -1400,15 +1477,15 @@ def _backward_torch(
     x15 = torch.exp(x14)
     # AT = k * x15
     AT = k * x15
-    # x53 = sum[all](g)
-    x53 = g.sum(-2)
-    # Gc = exp(x53)
-    Gc = torch.exp(x53)
+    # x52 = sum[all](g)
+    x52 = g.sum(-2)
+    # Gc = exp(x52)
+    Gc = torch.exp(x52)
     if needs & 62:
-        # x33 = scale * q
-        x33 = scale * q
-        # QL = x33 * x2
-        QL = x33 * x2
+        # x30 = scale * q
+        x30 = scale * q
+        # QL = x30 * x2
+        QL = x30 * x2
     if needs & 27:
         # U = E @ (beta * v)
         U = E @ (beta[..., :, None] * v)
@@ -1429,10 +1506,10 @@ def _backward_torch(
             x6 = W_here @ S
             # Vnew = U + -x6
             Vnew = U_here + (-x6)
-            # x63 = AT^T @ Vnew
-            x63 = AT_here.mT @ Vnew
-            # S_next = x63 + (S * Gc)
-            S_next = x63 + (S * Gc_here[..., :, None])
+            # x62 = AT^T @ Vnew
+            x62 = AT_here.mT @ Vnew
+            # S_next = x62 + (S * Gc)
+            S_next = x62 + (S * Gc_here[..., :, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1454,12 +1531,12 @@ def _backward_torch(
             x17 = AT_here @ dS
             # dVnew = x17 + x18
             dVnew = x17 + x18_here
-            # x66 = QL^T @ do
-            x66 = QL_here.mT @ do_here
-            # x68 = W^T @ dVnew
-            x68 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x66) + -x68
-            dS_prev = ((dS * Gc_here[..., :, None]) + x66) + (-x68)
+            # x65 = QL^T @ do
+            x65 = QL_here.mT @ do_here
+            # x67 = W^T @ dVnew
+            x67 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x65) + -x67
+            dS_prev = ((dS * Gc_here[..., :, None]) + x65) + (-x67)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -1478,65 +1555,66 @@ def _backward_torch(
         # x19 = E^T @ dVnew
         x19 = E.mT @ dVnew
     if needs & 26:
-        # x20 = x19 @ Vnew^T
-        x20 = x19 @ Vnew.mT
-        # x25 = x19 @ S^T
-        x25 = x19 @ S.mT
+        # x20 = x19 @ S^T
+        x20 = x19 @ S.mT
+        # x23 = x19 @ Vnew^T
+        x23 = x19 @ Vnew.mT
     if needs & 4:
         # dv = x19 * beta
         dv = x19 * beta[..., :, None]
     if needs & 8:
-        # x52 = dS * S
-        x52 = dS * S
-        # dGc = sum_V(x52)
-        dGc = x52.sum(-1)
+        # x51 = dS * S
+        x51 = dS * S
+        # dGc = sum_V(x51)
+        dGc = x51.sum(-1)
     if needs & 16:
-        # x59 = x19 * v
-        x59 = x19 * v
-        # x60 = sum_V(x59)
-        x60 = x59.sum(-1)
+        # x58 = x19 * v
+        x58 = x19 * v
+        # x59 = sum_V(x58)
+        x59 = x58.sum(-1)
     if needs & 11:
         # x8 = mask(dAqa, strict=True)
         x8 = torch.tril(dAqa, -1)
-    if needs & 9:
-        # x9 = gram_dx(x8, k; g, to, strict=True)
-        x9 = _gram_dx(x8, k, g, False)
     if needs & 3:
         # x10 = diagonal(dAqa)
         x10 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 26:
+        # x24 = mask(x23, strict=True)
+        x24 = torch.tril(x23, -1)
+    if needs & 9:
+        # x9 = gram_dx(x8, k; g, to, strict=True)
+        x9 = _gram_dx(x8, k, g, False)
     if needs & 1:
         # dq = ((dQL * x2) + (x9 + (x10 * k))) * scale
         dq = ((dQL * x2) + (x9 + (x10[..., :, None] * k))) * scale
     if needs & 26:
-        # x21 = mask(x20, strict=True)
-        x21 = torch.tril(x20, -1)
-    if needs & 10:
-        # x22 = gram_dy(x21, x5; g, to, strict=True)
-        x22 = _gram_dy(x21, x5, g, False)
-    if needs & 26:
-        # x28 = gram_dx(x21, k; g, to, strict=True)
-        x28 = _gram_dx(x21, k, g, False)
+        # x25 = gram_dx(x24, k; g, to, strict=True)
+        x25 = _gram_dx(x24, k, g, False)
     if needs & 18:
-        # x30 = -(x25 * x2) + -x28
-        x30 = (-(x25 * x2)) + (-x28)
+        # x27 = -(x20 * x2) + -x25
+        x27 = (-(x20 * x2)) + (-x25)
     if needs & 10:
-        # x34 = gram_dy(x8, x33; g, to, strict=True)
-        x34 = _gram_dy(x8, x33, g, False)
+        # x33 = gram_dy(x8, x30; g, to, strict=True)
+        x33 = _gram_dy(x8, x30, g, False)
+        # x34 = gram_dy(x24, x5; g, to, strict=True)
+        x34 = _gram_dy(x24, x5, g, False)
+        # x36 = x33 + -x34
+        x36 = x33 + (-x34)
     if needs & 2:
-        # dk = (((dAT * x15) + -x22) + (x30 * beta)) + (x34 + (x10 * x33))
-        dk = (((dAT * x15) + (-x22)) + (x30 * beta[..., :, None])) + (x34 + (x10[..., :, None] * x33))
+        # dk = (((dAT * x15) + (x27 * beta)) + (x10 * x30)) + x36
+        dk = (((dAT * x15) + (x27 * beta[..., :, None])) + (x10[..., :, None] * x30)) + x36
     if needs & 8:
-        # x51 = sum[from](((((k * (x22 + -x34)) + (((dQL * x33) + -(x25 * x5)) * x2)) + (x33 * x9)) + -(x5 * x28)))
-        x51 = _run(((((k * (x22 + (-x34))) + (((dQL * x33) + (-(x25 * x5))) * x2)) + (x33 * x9)) + (-(x5 * x28))), 'from')
-        # x58 = sum[before](((dAT * k) * x15))
-        x58 = _run(((dAT * k) * x15), 'before')
-        # dg = (x51 + (dGc * Gc)) + x58
-        dg = (x51 + (dGc * Gc)[..., None, :]) + x58
+        # x50 = sum[from]((((-(k * x36) + (((dQL * x30) + -(x20 * x5)) * x2)) + (x30 * x9)) + -(x5 * x25)))
+        x50 = _run(((((-(k * x36)) + (((dQL * x30) + (-(x20 * x5))) * x2)) + (x30 * x9)) + (-(x5 * x25))), 'from')
+        # x57 = sum[before](((dAT * k) * x15))
+        x57 = _run(((dAT * k) * x15), 'before')
+        # dg = (x50 + (dGc * Gc)) + x57
+        dg = (x50 + (dGc * Gc)[..., None, :]) + x57
     if needs & 16:
-        # x62 = sum_K((x30 * k))
-        x62 = (x30 * k).sum(-1)
-        # dbeta = x60 + x62
-        dbeta = x60 + x62
+        # x61 = sum_K((x27 * k))
+        x61 = (x27 * k).sum(-1)
+        # dbeta = x59 + x61
+        dbeta = x59 + x61
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program f084ed6f:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 3095dd8a:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -35,6 +35,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -49,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7"]
 
-_NAME = "rwkv7_f084ed6f"
+_NAME = "rwkv7_3095dd8a"
 
 
 def _jit(function: Any) -> Any:
@@ -231,58 +232,63 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x = scale * q
-    x = scale * q
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x2 = sum[to](g)
-    x2 = _sums(_keep_to(row), g, GATE_PARTS)
-    # QL = x * exp(x2)
-    QL = x * tl.exp(x2)
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
-    # x10 = sum[before](g)
-    x10 = _sums(_keep_before(row), g, GATE_PARTS)
-    # x18 = sum[all](g)
-    x18 = tl.sum(g, 0)
-    # Gc = exp(x18)
-    Gc = tl.exp(x18)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # x20 = sum[after](g)
-    x20 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x21 = exp(x20)
-    x21 = tl.exp(x20)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # KT = k * x21
-    KT = k * x21
-    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
-    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = b * x21
-    AT = b * x21
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # Aqk = gram(x, k; g, to, strict=False)
-    # Aqa = gram(x, b; g, to, strict=False)
-    # x7 = gram(a, b; g, before, strict=True)
-    # M3 = gram(a, k; g, before, strict=True)
-    Aqk = tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-    Aqa = tl.where(row[:, None] == row[None, :], tl.sum(x * b, 1)[:, None], 0.0)
-    x7 = tl.zeros([C, C], tl.float32)
-    M3 = tl.zeros([C, C], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (x * decay).to(DOT)
-        decayed_1 = (k * decay).to(DOT)
-        decayed_2 = (b * decay).to(DOT)
-        decayed_3 = (a * decay_before).to(DOT)
-        Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-        Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        x7 += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        M3 += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+    Aqk = tl.zeros([C, C, ], tl.float32)
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    x7 = tl.zeros([C, C, ], tl.float32)
+    M3 = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqk = gram(x, k; g, to, strict=False)
+        # Aqa = gram(x, b; g, to, strict=False)
+        # x7 = gram(a, b; g, before, strict=True)
+        # M3 = gram(a, k; g, before, strict=True)
+        Aqk += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
+        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * b, 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            decayed_2 = (b * decay).to(DOT)
+            decayed_3 = (a * decay_before).to(DOT)
+            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            x7 += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            M3 += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+        # x2 = sum[to](g)
+        x2 = _sums(_keep_to(row), g, GATE_PARTS)
+        # QL = x * exp(x2)
+        QL = x * tl.exp(x2)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # x10 = sum[before](g)
+        x10 = _sums(_keep_before(row), g, GATE_PARTS)
+        # x12 = a * exp(x10)
+        x12 = a * tl.exp(x10)
+        # x18 = sum[all](g)
+        x18 = tl.sum(g, 0)
+        # Gc = exp(x18)
+        Gc = tl.exp(x18)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        # x20 = sum[after](g)
+        x20 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x21 = exp(x20)
+        x21 = tl.exp(x20)
+        # KT = k * x21
+        KT = k * x21
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
+        # AT = b * x21
+        AT = b * x21
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
@@ -292,9 +298,16 @@ def _forward_prepare(
     E = _inverse((-x7), row, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
-    # W = E @ (a * exp(x10))
-    W = _dot(E, (a * tl.exp(x10)), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x10 = sum[before](g)
+        x10 = _sums(_keep_before(row), g, GATE_PARTS)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ (a * exp(x10))
+        W = _dot(E, (a * tl.exp(x10)), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -366,10 +379,10 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x13 = W @ S
         x13 = _dot(W, S, DOT, PRECISION)
         x9 = _load_rows(x9_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -383,11 +396,11 @@ def _forward_scan(
         o = (x4 + x5) + (-x16)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x22 = KT^T @ v
         x22 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x24 = AT^T @ x15
         x24 = _dot(tl.trans(AT), x15, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -411,21 +424,21 @@ def _backward_prepare(
     g_ptr,
     do_ptr,
     k_ptr,
+    q_ptr,
     b_ptr,
     Aqa_ptr,
-    q_ptr,
     Aqk_ptr,
     x2_out,
     W_out,
-    x17_out,
-    x20_out,
+    x13_out,
+    x19_out,
+    x31_out,
+    x33_out,
     AT_out,
-    x32_out,
-    x43_out,
+    x37_out,
     KT_out,
     U2_out,
-    x48_out,
-    x69_out,
+    x49_out,
     Gc_out,
     QL_out,
     scale,
@@ -455,46 +468,45 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x3 = sum[before](g)
-    x3 = _sums(_keep_before(row), g, GATE_PARTS)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # W = E @ (a * exp(x3))
-    W = _dot(E, (a * tl.exp(x3)), DOT, PRECISION)
-    _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K == BK)
-    # x26 = sum[after](g)
-    x26 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x27 = exp(x26)
-    x27 = tl.exp(x26)
-    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = b * x27
-    AT = b * x27
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x40 = scale * q
-    x40 = scale * q
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # KT = k * x27
-    KT = k * x27
-    _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K == BK)
     M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ M3
     U2 = _dot(E, M3, DOT, PRECISION)
     _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
-    # x97 = sum[all](g)
-    x97 = tl.sum(g, 0)
-    # Gc = exp(x97)
-    Gc = tl.exp(x97)
-    tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # x22 = sum[to](g)
-    x22 = _sums(_keep_to(row), g, GATE_PARTS)
-    # QL = x40 * exp(x22)
-    QL = x40 * tl.exp(x22)
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x3 = sum[before](g)
+        x3 = _sums(_keep_before(row), g, GATE_PARTS)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # W = E @ (a * exp(x3))
+        W = _dot(E, (a * tl.exp(x3)), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x27 = sum[after](g)
+        x27 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x28 = exp(x27)
+        x28 = tl.exp(x27)
+        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # AT = b * x28
+        AT = b * x28
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # KT = k * x28
+        KT = k * x28
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
+        # x95 = sum[all](g)
+        x95 = tl.sum(g, 0)
+        # Gc = exp(x95)
+        Gc = tl.exp(x95)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        # x23 = sum[to](g)
+        x23 = _sums(_keep_to(row), g, GATE_PARTS)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = (scale * q) * exp(x23)
+        QL = (scale * q) * tl.exp(x23)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     dAqk = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
@@ -512,40 +524,46 @@ def _backward_prepare(
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x31 = Aqa^T @ do
-        x31 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x32 = -x31
-        x32 = -x31
-        _store_rows(x32_out + tile * C * V, x32, row, col_v, V, C, V, V % BV == 0)
-        # x48 = Aqk^T @ do
-        x48 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x48_out + tile * C * V, x48, row, col_v, V, C, V, V % BV == 0)
-    # x16 = mask(dAqk, strict=True)
-    x16 = tl.where(_keep_before(row), dAqk, 0.0)
-    # x18 = diagonal(dAqk)
-    x18 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    # x17 = gram_dx(x16, k; g, to, strict=True)
-    # x41 = gram_dy(x16, x40; g, to, strict=True)
-    x17 = tl.zeros([C, BK], tl.float32)
-    x41 = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (k * decay).to(DOT)
-        decayed_1 = (x40 * decay).to(DOT)
-        d_0 = tl.where(edge, x16, 0.0).to(DOT)
-        x17 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x41 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-    _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K == BK)
-    # x20 = x17 + (x18 * k)
-    x20 = x17 + (x18[:, None] * k)
-    _store_rows(x20_out + tile * C * K, x20, row, col_k, K, C, K, K == BK)
-    # x43 = x41 + (x18 * x40)
-    x43 = x41 + (x18[:, None] * x40)
-    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K == BK)
-    # x69 = -x41
-    x69 = -x41
-    _store_rows(x69_out + tile * C * K, x69, row, col_k, K, C, K, K == BK)
+        # x36 = Aqa^T @ do
+        x36 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x37 = -x36
+        x37 = -x36
+        _store_rows(x37_out + tile * C * V, x37, row, col_v, V, C, V, V % BV == 0)
+        # x49 = Aqk^T @ do
+        x49 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x49_out + tile * C * V, x49, row, col_v, V, C, V, V % BV == 0)
+    # x12 = diagonal(dAqk)
+    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x17 = mask(dAqk, strict=True)
+    x17 = tl.where(_keep_before(row), dAqk, 0.0)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x30 = scale * q
+        x30 = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        x19 = tl.zeros([C, BK, ], tl.float32)
+        x33 = tl.zeros([C, BK, ], tl.float32)
+        # x19 -= gram_dx(x17, k; g, to, strict=True)
+        # x33 = gram_dy(x17, x30; g, to, strict=True)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (k * decay).to(DOT)
+            decayed_1 = (x30 * decay).to(DOT)
+            d_0 = tl.where(edge, x17, 0.0).to(DOT)
+            x19 -= decay * _dot(d_0, decayed_0, DOT, PRECISION)
+            x33 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
+        _store_rows(x19_out + tile * C * K, x19, row, col_k, K, C, K, K % BK == 0)
+        _store_rows(x33_out + tile * C * K, x33, row, col_k, K, C, K, K % BK == 0)
+        # x13 = x12 * k
+        x13 = x12[:, None] * k
+        _store_rows(x13_out + tile * C * K, x13, row, col_k, K, C, K, K % BK == 0)
+        # x31 = x12 * x30
+        x31 = x12[:, None] * x30
+        _store_rows(x31_out + tile * C * K, x31, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -602,23 +620,23 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x6 = W @ S
         x6 = _dot(W, S, DOT, PRECISION)
         x2 = _load_rows(x2_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x8 = x2 + -x6
         x8 = x2 + (-x6)
         _store_rows(x8_out + tile * C * V, x8, row, col_v, V, C, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x100 = KT^T @ v
-        x100 = _dot(tl.trans(KT), v, DOT, PRECISION)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x102 = AT^T @ x8
-        x102 = _dot(tl.trans(AT), x8, DOT, PRECISION)
+        # x98 = KT^T @ v
+        x98 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x100 = AT^T @ x8
+        x100 = _dot(tl.trans(AT), x8, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x100) + -x102
-        S_next = ((S * Gc[:, None]) + x100) + (-x102)
+        # S_next = ((S * Gc) + x98) + -x100
+        S_next = ((S * Gc[:, None]) + x98) + (-x100)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -627,12 +645,12 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x32_ptr,
+    x37_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x33_out,
+    x38_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -678,23 +696,23 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x29 = AT @ dS
-        x29 = _dot(AT, dS, DOT, PRECISION)
-        x32 = _load_rows(x32_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x33 = -x29 + x32
-        x33 = (-x29) + x32
-        _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-        # x105 = W^T @ x33
-        x105 = _dot(tl.trans(W), x33, DOT, PRECISION)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x34 = AT @ dS
+        x34 = _dot(AT, dS, DOT, PRECISION)
+        x37 = _load_rows(x37_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x38 = -x34 + x37
+        x38 = (-x34) + x37
+        _store_rows(x38_out + tile * C * V, x38, row, col_v, V, C, V, V % BV == 0)
+        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x103 = W^T @ x38
+        x103 = _dot(tl.trans(W), x38, DOT, PRECISION)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x108 = QL^T @ do
-        x108 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x106 = QL^T @ do
+        x106 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + -x105) + x108
-        dS_prev = ((dS * Gc[:, None]) + (-x105)) + x108
+        # dS_prev = ((dS * Gc) + -x103) + x106
+        dS_prev = ((dS * Gc[:, None]) + (-x103)) + x106
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -708,18 +726,18 @@ def _backward_finish(
     v_ptr,
     dS_ptr,
     E_ptr,
-    x33_ptr,
+    x38_ptr,
     KT_ptr,
     U2_ptr,
-    x48_ptr,
+    x49_ptr,
     x9_out,
     dQL_out,
     dKT_out,
-    x35_out,
+    x40_out,
     dv_out,
-    x49_out,
-    x55_out,
-    x58_out,
+    x50_out,
+    x56_out,
+    x60_out,
     dGc_out,
     scale,
     T,
@@ -748,19 +766,19 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     x9 = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x35 = tl.zeros([C, C, ], tl.float32)
-    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    x40 = tl.zeros([C, C, ], tl.float32)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
-    x49 = tl.zeros([C, BK, ], tl.float32)
-    x55 = tl.zeros([C, C, ], tl.float32)
-    x58 = tl.zeros([C, BK, ], tl.float32)
+    x50 = tl.zeros([C, C, ], tl.float32)
+    x56 = tl.zeros([C, BK, ], tl.float32)
+    x60 = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -776,37 +794,37 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x34 = E^T @ x33
-        x34 = _dot(tl.trans(E), x33, DOT, PRECISION)
-        # x35 = x34 @ v^T
-        x35 += _dot(x34, tl.trans(v), DOT, PRECISION)
-        # x44 = KT @ dS
-        x44 = _dot(KT, dS, DOT, PRECISION)
-        # x45 = U2^T @ x33
-        x45 = _dot(tl.trans(U2), x33, DOT, PRECISION)
-        x48 = _load_rows(x48_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dv = (x44 + -x45) + x48
-        dv = (x44 + (-x45)) + x48
+        x38 = _load_rows(x38_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x39 = E^T @ x38
+        x39 = _dot(tl.trans(E), x38, DOT, PRECISION)
+        # x40 = x39 @ v^T
+        x40 += _dot(x39, tl.trans(v), DOT, PRECISION)
+        # x45 = KT @ dS
+        x45 = _dot(KT, dS, DOT, PRECISION)
+        # x46 = U2^T @ x38
+        x46 = _dot(tl.trans(U2), x38, DOT, PRECISION)
+        x49 = _load_rows(x49_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = (x45 + -x46) + x49
+        dv = (x45 + (-x46)) + x49
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x49 = x34 @ S^T
-        x49 += _dot(x34, tl.trans(S), DOT, PRECISION)
-        # x55 = x34 @ x8^T
-        x55 += _dot(x34, tl.trans(x8), DOT, PRECISION)
-        # x58 = x8 @ dS^T
-        x58 += _dot(x8, tl.trans(dS), DOT, PRECISION)
-        # x96 = dS * S
-        x96 = dS * S
-        # dGc = sum_V(x96)
-        dGc += tl.sum(x96, 1)
+        # x50 = x39 @ x8^T
+        x50 += _dot(x39, tl.trans(x8), DOT, PRECISION)
+        # x56 = x39 @ S^T
+        x56 += _dot(x39, tl.trans(S), DOT, PRECISION)
+        # x60 = x8 @ dS^T
+        x60 += _dot(x8, tl.trans(dS), DOT, PRECISION)
+        # x94 = dS * S
+        x94 = dS * S
+        # dGc = sum_V(x94)
+        dGc += tl.sum(x94, 1)
     _store_rows(x9_out + tile * C * C, x9, row, row, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K == BK)
-    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K == BK)
-    _store_rows(x35_out + tile * C * C, x35, row, row, C, C, C, True)
-    _store_rows(x49_out + tile * C * K, x49, row, col_k, K, C, K, K == BK)
-    _store_rows(x55_out + tile * C * C, x55, row, row, C, C, C, True)
-    _store_rows(x58_out + tile * C * K, x58, row, col_k, K, C, K, K == BK)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x40_out + tile * C * C, x40, row, row, C, C, C, True)
+    _store_rows(x50_out + tile * C * C, x50, row, row, C, C, C, True)
+    _store_rows(x56_out + tile * C * K, x56, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x60_out + tile * C * K, x60, row, col_k, K, C, K, K % BK == 0)
     tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
 
 
@@ -814,20 +832,20 @@ def _backward_finish(
 def _backward_finish_1(
     x9_ptr,
     b_ptr,
+    x13_ptr,
     g_ptr,
-    x20_ptr,
+    x19_ptr,
     dQL_ptr,
     dKT_ptr,
-    x35_ptr,
+    x31_ptr,
+    x40_ptr,
     a_ptr,
-    x43_ptr,
-    x49_ptr,
+    x33_ptr,
+    x50_ptr,
     k_ptr,
-    x55_ptr,
-    x58_ptr,
+    x56_ptr,
     q_ptr,
-    x17_ptr,
-    x69_ptr,
+    x60_ptr,
     dGc_ptr,
     Gc_ptr,
     dq_out,
@@ -862,125 +880,163 @@ def _backward_finish_1(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
     x9 = _load_rows(x9_ptr + tile * C * C, row, row, C, C, C, True)
-    # x10 = mask(x9, strict=True)
-    x10 = tl.where(_keep_before(row), x9, 0.0)
-    # x13 = diagonal(-x9)
-    x13 = tl.sum(tl.where(row[:, None] == row[None, :], (-x9), 0.0), 1)
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K == BK).to(tl.float32)
-    # x22 = sum[to](g)
-    x22 = _sums(_keep_to(row), g, GATE_PARTS)
-    # x23 = exp(x22)
-    x23 = tl.exp(x22)
-    # x26 = sum[after](g)
-    x26 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x27 = exp(x26)
-    x27 = tl.exp(x26)
-    x35 = _load_rows(x35_ptr + tile * C * C, row, row, C, C, C, True)
-    # x36 = mask(x35, strict=True)
-    x36 = tl.where(_keep_before(row), x35, 0.0)
-    # x3 = sum[before](g)
-    x3 = _sums(_keep_before(row), g, GATE_PARTS)
-    # x4 = exp(x3)
-    x4 = tl.exp(x3)
-    x55 = _load_rows(x55_ptr + tile * C * C, row, row, C, C, C, True)
-    # x56 = mask(x55, strict=True)
-    x56 = tl.where(_keep_before(row), x55, 0.0)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x40 = scale * q
-    x40 = scale * q
-    x58 = _load_rows(x58_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x94 = sum[before](((-(x58 * b) + (dKT * k)) * x27))
-    x94 = _sums(_keep_before(row), (((-(x58 * b)) + (dKT * k)) * x27), SUM_PARTS)
-    a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x11 = gram_dx(x10, b; g, to, strict=True)
-    # x52 = gram_dx(x36, k; g, before, strict=True)
-    # x57 = gram_dx(x56, b; g, before, strict=True)
-    # x37 = gram_dy(x36, a; g, before, strict=True)
-    # x61 = gram_dy(x56, a; g, before, strict=True)
-    # x63 = gram_dy(x10, x40; g, to, strict=True)
-    x11 = tl.zeros([C, BK], tl.float32)
-    x52 = tl.zeros([C, BK], tl.float32)
-    x57 = tl.zeros([C, BK], tl.float32)
-    x37 = tl.zeros([C, BK], tl.float32)
-    x61 = tl.zeros([C, BK], tl.float32)
-    x63 = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
-        edge = _edge(row, level)
-        decayed_0 = (b * decay).to(DOT)
-        decayed_1 = (a * decay_before).to(DOT)
-        decayed_2 = (k * decay).to(DOT)
-        decayed_3 = (x40 * decay).to(DOT)
-        d_0 = tl.where(edge, x10, 0.0).to(DOT)
-        d_1 = tl.where(edge, x36, 0.0).to(DOT)
-        d_2 = tl.where(edge, x56, 0.0).to(DOT)
-        x11 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x52 += decay_before * _dot(d_1, decayed_2, DOT, PRECISION)
-        x57 += decay_before * _dot(d_2, decayed_0, DOT, PRECISION)
-        x37 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x61 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
-        x63 += decay * _dot(tl.trans(d_0), decayed_3, DOT, PRECISION)
-    # x12 = -x11
-    x12 = -x11
-    x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dq = (((x12 + (x13 * b)) + x20) + (dQL * x23)) * scale
-    dq = (((x12 + (x13[:, None] * b)) + x20) + (dQL * x23)) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
-    x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # dk = ((dKT * x27) + -x37) + x43
-    dk = ((dKT * x27) + (-x37)) + x43
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
-    # x53 = -x52
-    x53 = -x52
-    x49 = _load_rows(x49_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # da = (-(x49 * x4) + x53) + x57
-    da = ((-(x49 * x4)) + x53) + x57
-    if NEED & 8:
-        _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K == BK)
-    # x64 = -x63
-    x64 = -x63
-    # db = (-(x58 * x27) + x61) + (x64 + (x13 * x40))
-    db = ((-(x58 * x27)) + x61) + (x64 + (x13[:, None] * x40))
-    if NEED & 16:
-        _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, T - start, K, K == BK)
-    x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    x69 = _load_rows(x69_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
-    # x80 = sum[from](((((x40 * (x17 + x12)) + (k * (x37 + x69))) + -(b * (x61 + x64))) + ((dQL * x40) * x23)))
-    x80 = _sums(_keep_from(row), ((((x40 * (x17 + x12)) + (k * (x37 + x69))) + (-(b * (x61 + x64)))) + ((dQL * x40) * x23)), SUM_PARTS)
-    # x87 = sum[after](((a * (x57 + x53)) + -((x49 * a) * x4)))
-    x87 = _sums(_keep_after(row), ((a * (x57 + x53)) + (-((x49 * a) * x4))), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # dg = ((x80 + x87) + x94) + (dGc * Gc)
-    dg = ((x80 + x87) + x94) + (dGc * Gc)[None, :]
-    if NEED & 32:
-        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K == BK)
+    # x10 = diagonal(-x9)
+    x10 = tl.sum(tl.where(row[:, None] == row[None, :], (-x9), 0.0), 1)
+    # x15 = mask(x9, strict=True)
+    x15 = tl.where(_keep_before(row), x9, 0.0)
+    x40 = _load_rows(x40_ptr + tile * C * C, row, row, C, C, C, True)
+    # x41 = mask(x40, strict=True)
+    x41 = tl.where(_keep_before(row), x40, 0.0)
+    x50 = _load_rows(x50_ptr + tile * C * C, row, row, C, C, C, True)
+    # x51 = mask(x50, strict=True)
+    x51 = tl.where(_keep_before(row), x50, 0.0)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x27 = sum[after](g)
+        x27 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x28 = exp(x27)
+        x28 = tl.exp(x27)
+        # x3 = sum[before](g)
+        x3 = _sums(_keep_before(row), g, GATE_PARTS)
+        # x4 = exp(x3)
+        x4 = tl.exp(x3)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x30 = scale * q
+        x30 = scale * q
+        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x16 = tl.zeros([C, BK, ], tl.float32)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x43 = tl.zeros([C, BK, ], tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x55 = tl.zeros([C, BK, ], tl.float32)
+        x67 = tl.zeros([C, BK, ], tl.float32)
+        # x16 = gram_dx(x15, b; g, to, strict=True)
+        # x55 = gram_dx(x51, b; g, before, strict=True)
+        # x55 -= gram_dx(x41, k; g, before, strict=True)
+        # x43 -= gram_dy(x41, a; g, before, strict=True)
+        # x67 = gram_dy(x15, x30; g, to, strict=True)
+        # x67 -= gram_dy(x51, a; g, before, strict=True)
+        for level in range(LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (b * decay).to(DOT)
+            decayed_1 = (a * decay_before).to(DOT)
+            decayed_2 = (k * decay).to(DOT)
+            decayed_3 = (x30 * decay).to(DOT)
+            d_0 = tl.where(edge, x15, 0.0).to(DOT)
+            d_1 = tl.where(edge, x51, 0.0).to(DOT)
+            d_2 = tl.where(edge, x41, 0.0).to(DOT)
+            x16 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
+            x55 += decay_before * _dot(d_1, decayed_0, DOT, PRECISION)
+            x55 -= decay_before * _dot(d_2, decayed_2, DOT, PRECISION)
+            x43 -= decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
+            x67 += decay * _dot(tl.trans(d_0), decayed_3, DOT, PRECISION)
+            x67 -= decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
+        x19 = _load_rows(x19_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x20 = x16 + x19
+        x20 = x16 + x19
+        # x23 = sum[to](g)
+        x23 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x24 = exp(x23)
+        x24 = tl.exp(x23)
+        x13 = _load_rows(x13_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((((x10 * b) + x13) + -x20) + (dQL * x24)) * scale
+        dq = ((((x10[:, None] * b) + x13) + (-x20)) + (dQL * x24)) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x33 = _load_rows(x33_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x44 = x33 + x43
+        x44 = x33 + x43
+        dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x31 = _load_rows(x31_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((dKT * x28) + x31) + x44
+        dk = ((dKT * x28) + x31) + x44
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x56 = _load_rows(x56_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # da = x55 + -(x56 * x4)
+        da = x55 + (-(x56 * x4))
+        if NEED & 8:
+            _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x60 = _load_rows(x60_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # db = ((x10 * x30) + -(x60 * x28)) + -x67
+        db = ((x10[:, None] * x30) + (-(x60 * x28))) + (-x67)
+        if NEED & 16:
+            _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x79 = sum[from]((((-(x30 * x20) + -(k * x44)) + (b * x67)) + ((dQL * x30) * x24)))
+        x79 = _sums(_keep_from(row), ((((-(x30 * x20)) + (-(k * x44))) + (b * x67)) + ((dQL * x30) * x24)), SUM_PARTS)
+        # x85 = sum[after](((a * x55) + -((x56 * a) * x4)))
+        x85 = _sums(_keep_after(row), ((a * x55) + (-((x56 * a) * x4))), SUM_PARTS)
+        # x92 = sum[before](((-(x60 * b) + (dKT * k)) * x28))
+        x92 = _sums(_keep_before(row), (((-(x60 * b)) + (dKT * k)) * x28), SUM_PARTS)
+        dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = ((x79 + x85) + x92) + (dGc * Gc)
+        dg = ((x79 + x85) + x92) + (dGc * Gc)[None, :]
+        if NEED & 32:
+            _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [4, 3, 1],
+    "backward.scan": [3, 2, 0],
+    "backward.reverse": [3, 2, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -1006,18 +1062,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -1025,11 +1088,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -1048,7 +1118,8 @@ def _forward_triton(
     q, k, v, a, b, g, = (x.contiguous() for x in (q, k, v, a, b, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, ), K, V)
+    shared, own = _setting(q, (g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -1094,11 +1165,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
             x5,
             W,
@@ -1121,7 +1192,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), M3 if save else q.new_empty((0,)), ]
 
@@ -1147,7 +1218,8 @@ def _backward_triton(
     q, k, v, a, b, g, = (x.contiguous() for x in (q, k, v, a, b, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, ), K, V)
+    shared, own = _setting(q, (g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1164,15 +1236,15 @@ def _backward_triton(
         if needs & 127:
             x2 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x13 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x19 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x31 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x33 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x32 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x37 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x48 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x69 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x49 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1185,21 +1257,21 @@ def _backward_triton(
                 g,
                 do,
                 k,
+                q,
                 b,
                 Aqa,
-                q,
                 Aqk,
                 x2,
                 W,
-                x17,
-                x20,
+                x13,
+                x19,
+                x31,
+                x33,
                 AT,
-                x32,
-                x43,
+                x37,
                 KT,
                 U2,
-                x48,
-                x69,
+                x49,
                 Gc,
                 QL,
                 scale,
@@ -1210,14 +1282,14 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 63:
             x8 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
                 x2,
                 Gc,
@@ -1238,21 +1310,21 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 127:
-            x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x38 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x32,
+                x37,
                 Gc,
                 W,
                 QL,
                 do,
-                x33,
+                x38,
                 last,
                 dh0,
                 kept_dS,
@@ -1266,16 +1338,16 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 64 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 63:
             x9 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x35 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x55 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x58 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x40 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x50 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x56 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x60 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
@@ -1286,18 +1358,18 @@ def _backward_triton(
                 v,
                 kept_dS,
                 E,
-                x33,
+                x38,
                 KT,
                 U2,
-                x48,
+                x49,
                 x9,
                 dQL,
                 dKT,
-                x35,
+                x40,
                 dv,
-                x49,
-                x55,
-                x58,
+                x50,
+                x56,
+                x60,
                 dGc,
                 scale,
                 T,
@@ -1307,7 +1379,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
         if needs & 59:
             _launch(
@@ -1315,20 +1387,20 @@ def _backward_triton(
                 B * NT * HV,
                 x9,
                 b,
+                x13,
                 g,
-                x20,
+                x19,
                 dQL,
                 dKT,
-                x35,
+                x31,
+                x40,
                 a,
-                x43,
-                x49,
+                x33,
+                x50,
                 k,
-                x55,
-                x58,
+                x56,
                 q,
-                x17,
-                x69,
+                x60,
                 dGc,
                 Gc,
                 dq,
@@ -1344,7 +1416,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish_1"],
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(da, a), _grouped(db, b), _grouped(dg, g), dh0]
 
@@ -1513,14 +1585,10 @@ def _forward_torch(
     Aqa = _gram(x, b, g, False, False)
     # x7 = gram(a, b; g, before, strict=True)
     x7 = _gram(a, b, g, True, True)
-    # E = inverse(-x7)
-    E = _inverse_of((-x7))
     # M3 = gram(a, k; g, before, strict=True)
     M3 = _gram(a, k, g, True, True)
     # x10 = sum[before](g)
     x10 = _run(g, 'before')
-    # W = E @ (a * exp(x10))
-    W = E @ (a * torch.exp(x10))
     # x18 = sum[all](g)
     x18 = g.sum(-2)
     # Gc = exp(x18)
@@ -1533,6 +1601,10 @@ def _forward_torch(
     KT = k * x21
     # AT = b * x21
     AT = b * x21
+    # E = inverse(-x7)
+    E = _inverse_of((-x7))
+    # W = E @ (a * exp(x10))
+    W = E @ (a * torch.exp(x10))
     # x5 = Aqk @ v
     x5 = Aqk @ v
     # x8 = M3 @ v
@@ -1607,38 +1679,38 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, a, b, g, = (_chunks(x, HV, C, dtype) for x in given)
+    if needs & 4:
+        # U2 = E @ M3
+        U2 = E @ M3
     # x3 = sum[before](g)
     x3 = _run(g, 'before')
     # x4 = exp(x3)
     x4 = torch.exp(x3)
     # W = E @ (a * x4)
     W = E @ (a * x4)
-    # x26 = sum[after](g)
-    x26 = _run(g, 'after')
-    # x27 = exp(x26)
-    x27 = torch.exp(x26)
-    # AT = b * x27
-    AT = b * x27
     if needs & 126:
-        # x40 = scale * q
-        x40 = scale * q
+        # x30 = scale * q
+        x30 = scale * q
+    # x27 = sum[after](g)
+    x27 = _run(g, 'after')
+    # x28 = exp(x27)
+    x28 = torch.exp(x27)
+    # AT = b * x28
+    AT = b * x28
     if needs & 61:
-        # KT = k * x27
-        KT = k * x27
-    if needs & 4:
-        # U2 = E @ M3
-        U2 = E @ M3
-    # x97 = sum[all](g)
-    x97 = g.sum(-2)
-    # Gc = exp(x97)
-    Gc = torch.exp(x97)
-    # x22 = sum[to](g)
-    x22 = _run(g, 'to')
-    # x23 = exp(x22)
-    x23 = torch.exp(x22)
+        # KT = k * x28
+        KT = k * x28
+    # x95 = sum[all](g)
+    x95 = g.sum(-2)
+    # Gc = exp(x95)
+    Gc = torch.exp(x95)
+    # x23 = sum[to](g)
+    x23 = _run(g, 'to')
+    # x24 = exp(x23)
+    x24 = torch.exp(x23)
     if needs & 126:
-        # QL = x40 * x23
-        QL = x40 * x23
+        # QL = x30 * x24
+        QL = x30 * x24
     if needs & 57:
         # x = M3 @ v
         x = M3 @ v
@@ -1650,34 +1722,33 @@ def _backward_torch(
         # dAqk = do @ v^T
         dAqk = do @ v.mT
     if needs & 126:
-        # x31 = Aqa^T @ do
-        x31 = Aqa.mT @ do
-        # x32 = -x31
-        x32 = -x31
+        # x36 = Aqa^T @ do
+        x36 = Aqa.mT @ do
+        # x37 = -x36
+        x37 = -x36
     if needs & 4:
-        # x48 = Aqk^T @ do
-        x48 = Aqk.mT @ do
-    if needs & 35:
-        # x16 = mask(dAqk, strict=True)
-        x16 = torch.tril(dAqk, -1)
-    if needs & 33:
-        # x17 = gram_dx(x16, k; g, to, strict=True)
-        x17 = _gram_dx(x16, k, g, False)
+        # x49 = Aqk^T @ do
+        x49 = Aqk.mT @ do
     if needs & 3:
-        # x18 = diagonal(dAqk)
-        x18 = dAqk.diagonal(dim1=-2, dim2=-1)
+        # x12 = diagonal(dAqk)
+        x12 = dAqk.diagonal(dim1=-2, dim2=-1)
+    if needs & 35:
+        # x17 = mask(dAqk, strict=True)
+        x17 = torch.tril(dAqk, -1)
     if needs & 1:
-        # x20 = x17 + (x18 * k)
-        x20 = x17 + (x18[..., :, None] * k)
-    if needs & 34:
-        # x41 = gram_dy(x16, x40; g, to, strict=True)
-        x41 = _gram_dy(x16, x40, g, False)
+        # x13 = x12 * k
+        x13 = x12[..., :, None] * k
+    if needs & 33:
+        # x18 = gram_dx(x17, k; g, to, strict=True)
+        x18 = _gram_dx(x17, k, g, False)
+        # x19 = -x18
+        x19 = -x18
     if needs & 2:
-        # x43 = x41 + (x18 * x40)
-        x43 = x41 + (x18[..., :, None] * x40)
-    if needs & 32:
-        # x69 = -x41
-        x69 = -x41
+        # x31 = x12 * x30
+        x31 = x12[..., :, None] * x30
+    if needs & 34:
+        # x33 = gram_dy(x17, x30; g, to, strict=True)
+        x33 = _gram_dy(x17, x30, g, False)
     if needs & 57:
         S = state
         x8_all: list[Tensor] = []
@@ -1694,12 +1765,12 @@ def _backward_torch(
             x6 = W_here @ S
             # x8 = x2 + -x6
             x8 = x2_here + (-x6)
-            # x100 = KT^T @ v
-            x100 = KT_here.mT @ v_here
-            # x102 = AT^T @ x8
-            x102 = AT_here.mT @ x8
-            # S_next = ((S * Gc) + x100) + -x102
-            S_next = ((S * Gc_here[..., :, None]) + x100) + (-x102)
+            # x98 = KT^T @ v
+            x98 = KT_here.mT @ v_here
+            # x100 = AT^T @ x8
+            x100 = AT_here.mT @ x8
+            # S_next = ((S * Gc) + x98) + -x100
+            S_next = ((S * Gc_here[..., :, None]) + x98) + (-x100)
             x8_all.append(x8)
             S = S_next
         end_S = S
@@ -1707,30 +1778,30 @@ def _backward_torch(
         S = _stack(kept_S_all, v, NT, K, dtype)
     if needs & 126:
         dS = dstate
-        x33_all: list[Tensor] = []
+        x38_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x32_here = x32[:, chunk]
+            x37_here = x37[:, chunk]
             Gc_here = Gc[:, chunk]
             W_here = W[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x29 = AT @ dS
-            x29 = AT_here @ dS
-            # x33 = -x29 + x32
-            x33 = (-x29) + x32_here
-            # x105 = W^T @ x33
-            x105 = W_here.mT @ x33
-            # x108 = QL^T @ do
-            x108 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + -x105) + x108
-            dS_prev = ((dS * Gc_here[..., :, None]) + (-x105)) + x108
-            x33_all.append(x33)
+            # x34 = AT @ dS
+            x34 = AT_here @ dS
+            # x38 = -x34 + x37
+            x38 = (-x34) + x37_here
+            # x103 = W^T @ x38
+            x103 = W_here.mT @ x38
+            # x106 = QL^T @ do
+            x106 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + -x103) + x106
+            dS_prev = ((dS * Gc_here[..., :, None]) + (-x103)) + x106
+            x38_all.append(x38)
             dS = dS_prev
         end_dS = dS
-        x33 = _stack(x33_all[::-1], v, NT, C, dtype)
+        x38 = _stack(x38_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 49:
         # x9 = do @ x8^T
@@ -1742,88 +1813,89 @@ def _backward_torch(
         # dKT = v @ dS^T
         dKT = v @ dS.mT
     if needs & 58:
-        # x34 = E^T @ x33
-        x34 = E.mT @ x33
+        # x39 = E^T @ x38
+        x39 = E.mT @ x38
     if needs & 42:
-        # x35 = x34 @ v^T
-        x35 = x34 @ v.mT
+        # x40 = x39 @ v^T
+        x40 = x39 @ v.mT
     if needs & 4:
-        # x44 = KT @ dS
-        x44 = KT @ dS
-        # x45 = U2^T @ x33
-        x45 = U2.mT @ x33
-        # dv = (x44 + -x45) + x48
-        dv = (x44 + (-x45)) + x48
-    if needs & 40:
-        # x49 = x34 @ S^T
-        x49 = x34 @ S.mT
+        # x45 = KT @ dS
+        x45 = KT @ dS
+        # x46 = U2^T @ x38
+        x46 = U2.mT @ x38
+        # dv = (x45 + -x46) + x49
+        dv = (x45 + (-x46)) + x49
     if needs & 56:
-        # x55 = x34 @ x8^T
-        x55 = x34 @ x8.mT
+        # x50 = x39 @ x8^T
+        x50 = x39 @ x8.mT
+    if needs & 40:
+        # x56 = x39 @ S^T
+        x56 = x39 @ S.mT
     if needs & 48:
-        # x58 = x8 @ dS^T
-        x58 = x8 @ dS.mT
+        # x60 = x8 @ dS^T
+        x60 = x8 @ dS.mT
     if needs & 32:
-        # x96 = dS * S
-        x96 = dS * S
-        # dGc = sum_V(x96)
-        dGc = x96.sum(-1)
-    if needs & 49:
-        # x10 = mask(x9, strict=True)
-        x10 = torch.tril(x9, -1)
-    if needs & 33:
-        # x11 = gram_dx(x10, b; g, to, strict=True)
-        x11 = _gram_dx(x10, b, g, False)
-        # x12 = -x11
-        x12 = -x11
+        # x94 = dS * S
+        x94 = dS * S
+        # dGc = sum_V(x94)
+        dGc = x94.sum(-1)
     if needs & 17:
-        # x13 = diagonal(-x9)
-        x13 = (-x9).diagonal(dim1=-2, dim2=-1)
-    if needs & 1:
-        # dq = (((x12 + (x13 * b)) + x20) + (dQL * x23)) * scale
-        dq = (((x12 + (x13[..., :, None] * b)) + x20) + (dQL * x23)) * scale
+        # x10 = diagonal(-x9)
+        x10 = (-x9).diagonal(dim1=-2, dim2=-1)
+    if needs & 49:
+        # x15 = mask(x9, strict=True)
+        x15 = torch.tril(x9, -1)
     if needs & 42:
-        # x36 = mask(x35, strict=True)
-        x36 = torch.tril(x35, -1)
-    if needs & 34:
-        # x37 = gram_dy(x36, a; g, before, strict=True)
-        x37 = _gram_dy(x36, a, g, True)
-    if needs & 2:
-        # dk = ((dKT * x27) + -x37) + x43
-        dk = ((dKT * x27) + (-x37)) + x43
-    if needs & 40:
-        # x52 = gram_dx(x36, k; g, before, strict=True)
-        x52 = _gram_dx(x36, k, g, True)
-        # x53 = -x52
-        x53 = -x52
+        # x41 = mask(x40, strict=True)
+        x41 = torch.tril(x40, -1)
     if needs & 56:
-        # x56 = mask(x55, strict=True)
-        x56 = torch.tril(x55, -1)
+        # x51 = mask(x50, strict=True)
+        x51 = torch.tril(x50, -1)
+    if needs & 33:
+        # x16 = gram_dx(x15, b; g, to, strict=True)
+        x16 = _gram_dx(x15, b, g, False)
+        # x20 = x16 + x19
+        x20 = x16 + x19
+    if needs & 1:
+        # dq = ((((x10 * b) + x13) + -x20) + (dQL * x24)) * scale
+        dq = ((((x10[..., :, None] * b) + x13) + (-x20)) + (dQL * x24)) * scale
+    if needs & 34:
+        # x42 = gram_dy(x41, a; g, before, strict=True)
+        x42 = _gram_dy(x41, a, g, True)
+        # x44 = x33 + -x42
+        x44 = x33 + (-x42)
+    if needs & 2:
+        # dk = ((dKT * x28) + x31) + x44
+        dk = ((dKT * x28) + x31) + x44
     if needs & 40:
-        # x57 = gram_dx(x56, b; g, before, strict=True)
-        x57 = _gram_dx(x56, b, g, True)
+        # x52 = gram_dx(x51, b; g, before, strict=True)
+        x52 = _gram_dx(x51, b, g, True)
+        # x53 = gram_dx(x41, k; g, before, strict=True)
+        x53 = _gram_dx(x41, k, g, True)
+        # x55 = x52 + -x53
+        x55 = x52 + (-x53)
     if needs & 8:
-        # da = (-(x49 * x4) + x53) + x57
-        da = ((-(x49 * x4)) + x53) + x57
+        # da = x55 + -(x56 * x4)
+        da = x55 + (-(x56 * x4))
     if needs & 48:
-        # x61 = gram_dy(x56, a; g, before, strict=True)
-        x61 = _gram_dy(x56, a, g, True)
-        # x63 = gram_dy(x10, x40; g, to, strict=True)
-        x63 = _gram_dy(x10, x40, g, False)
-        # x64 = -x63
-        x64 = -x63
+        # x64 = gram_dy(x15, x30; g, to, strict=True)
+        x64 = _gram_dy(x15, x30, g, False)
+        # x65 = gram_dy(x51, a; g, before, strict=True)
+        x65 = _gram_dy(x51, a, g, True)
+        # x67 = x64 + -x65
+        x67 = x64 + (-x65)
     if needs & 16:
-        # db = (-(x58 * x27) + x61) + (x64 + (x13 * x40))
-        db = ((-(x58 * x27)) + x61) + (x64 + (x13[..., :, None] * x40))
+        # db = ((x10 * x30) + -(x60 * x28)) + -x67
+        db = ((x10[..., :, None] * x30) + (-(x60 * x28))) + (-x67)
     if needs & 32:
-        # x80 = sum[from](((((x40 * (x17 + x12)) + (k * (x37 + x69))) + -(b * (x61 + x64))) + ((dQL * x40) * x23)))
-        x80 = _run(((((x40 * (x17 + x12)) + (k * (x37 + x69))) + (-(b * (x61 + x64)))) + ((dQL * x40) * x23)), 'from')
-        # x87 = sum[after](((a * (x57 + x53)) + -((x49 * a) * x4)))
-        x87 = _run(((a * (x57 + x53)) + (-((x49 * a) * x4))), 'after')
-        # x94 = sum[before](((-(x58 * b) + (dKT * k)) * x27))
-        x94 = _run((((-(x58 * b)) + (dKT * k)) * x27), 'before')
-        # dg = ((x80 + x87) + x94) + (dGc * Gc)
-        dg = ((x80 + x87) + x94) + (dGc * Gc)[..., None, :]
+        # x79 = sum[from]((((-(x30 * x20) + -(k * x44)) + (b * x67)) + ((dQL * x30) * x24)))
+        x79 = _run(((((-(x30 * x20)) + (-(k * x44))) + (b * x67)) + ((dQL * x30) * x24)), 'from')
+        # x85 = sum[after](((a * x55) + -((x56 * a) * x4)))
+        x85 = _run(((a * x55) + (-((x56 * a) * x4))), 'after')
+        # x92 = sum[before](((-(x60 * b) + (dKT * k)) * x28))
+        x92 = _run((((-(x60 * b)) + (dKT * k)) * x28), 'before')
+        # dg = ((x79 + x85) + x92) + (dGc * Gc)
+        dg = ((x79 + x85) + x92) + (dGc * Gc)[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

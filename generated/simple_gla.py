@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program dd0d85db:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program 9855ffa0:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -29,6 +29,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -43,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla"]
 
-_NAME = "simple_gla_dd0d85db"
+_NAME = "simple_gla_9855ffa0"
 
 
 def _jit(function: Any) -> Any:
@@ -217,27 +218,14 @@ def _forward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x = scale * q
-    x = scale * q
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x2 = sum[to](g)
     x2 = _sums_of_numbers(_keep_to(row), g)
-    # QL = x * exp(x2)
-    QL = x * tl.exp(x2)[:, None]
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x6 = x @ k^T
-    x6 = _dot(x, tl.trans(k), DOT, PRECISION)
+    # x3 = exp(x2)
+    x3 = tl.exp(x2)
     # x5 = pair(g, to, strict=False)
     x5 = _pairs(g, row, False, False, GATE_PARTS)
-    # Aqa = x5 * x6
-    Aqa = x5 * x6
-    if SAVE:
-        _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     # x8 = sum[all](g)
     x8 = tl.sum(g, 0)
     # Gc = exp(x8)
@@ -245,9 +233,28 @@ def _forward_prepare(
     tl.store(Gc_out + tile, Gc)
     # x10 = sum[after](g)
     x10 = _sums_of_numbers(_keep_after(row), g)
-    # AT = k * exp(x10)
-    AT = k * tl.exp(x10)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    # x11 = exp(x10)
+    x11 = tl.exp(x10)
+    x6 = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        # QL = x * x3
+        QL = x * x3[:, None]
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x6 = x @ k^T
+        x6 += _dot(x, tl.trans(k), DOT, PRECISION)
+        # AT = k * x11
+        AT = k * x11[:, None]
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+    # Aqa = x5 * x6
+    Aqa = x5 * x6
+    if SAVE:
+        _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -308,7 +315,7 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
         x7 = _load_rows(x7_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -316,7 +323,7 @@ def _forward_scan(
         o = x4 + x7
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x12 = AT^T @ v
         x12 = _dot(tl.trans(AT), v, DOT, PRECISION)
@@ -374,21 +381,14 @@ def _backward_prepare(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
-    in_k = col_k < K
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = pair(g, to, strict=True)
     x = _pairs(g, row, False, True, GATE_PARTS)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # x15 = scale * q
-    x15 = scale * q
     # x12 = sum[after](g)
     x12 = _sums_of_numbers(_keep_after(row), g)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
-    # AT = k * exp(x12)
-    AT = k * tl.exp(x12)[:, None]
-    _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K == BK)
+    # x13 = exp(x12)
+    x13 = tl.exp(x12)
     # x38 = sum[all](g)
     x38 = tl.sum(g, 0)
     # Gc = exp(x38)
@@ -396,9 +396,19 @@ def _backward_prepare(
     tl.store(Gc_out + tile, Gc)
     # x8 = sum[to](g)
     x8 = _sums_of_numbers(_keep_to(row), g)
-    # QL = x15 * exp(x8)
-    QL = x15 * tl.exp(x8)[:, None]
-    _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K == BK)
+    # x9 = exp(x8)
+    x9 = tl.exp(x8)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # AT = k * x13
+        AT = k * x13[:, None]
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = (scale * q) * x9
+        QL = (scale * q) * x9[:, None]
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     dAqa = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
@@ -415,20 +425,28 @@ def _backward_prepare(
     x2 = tl.where(_keep_before(row), dAqa, 0.0)
     # x3 = x * x2
     x3 = x * x2
-    # x4 = x3 @ k
-    x4 = _dot(x3, k, DOT, PRECISION)
     # x5 = diagonal(dAqa)
     x5 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    # x7 = x4 + (x5 * k)
-    x7 = x4 + (x5[:, None] * k)
-    _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K == BK)
-    # x16 = x3^T @ x15
-    x16 = _dot(tl.trans(x3), x15, DOT, PRECISION)
-    # x18 = x16 + (x5 * x15)
-    x18 = x16 + (x5[:, None] * x15)
-    _store_rows(x18_out + tile * C * K, x18, row, col_k, K, C, K, K == BK)
-    # x25 = sum_K(((x15 * x4) + -(k * x16)))
-    x25 = tl.sum(((x15 * x4) + (-(k * x16))), 1)
+    x25 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x4 = x3 @ k
+        x4 = _dot(x3, k, DOT, PRECISION)
+        # x7 = x4 + (x5 * k)
+        x7 = x4 + (x5[:, None] * k)
+        _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x15 = scale * q
+        x15 = scale * q
+        # x16 = x3^T @ x15
+        x16 = _dot(tl.trans(x3), x15, DOT, PRECISION)
+        # x18 = x16 + (x5 * x15)
+        x18 = x16 + (x5[:, None] * x15)
+        _store_rows(x18_out + tile * C * K, x18, row, col_k, K, C, K, K % BK == 0)
+        # x25 = sum_K(((x15 * x4) + -(k * x16)))
+        x25 += tl.sum(((x15 * x4) + (-(k * x16))), 1)
     tl.store(x25_out + tile * C + row, x25, mask=row < C)
 
 
@@ -482,7 +500,7 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x41 = AT^T @ v
         x41 = _dot(tl.trans(AT), v, DOT, PRECISION)
@@ -544,7 +562,7 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x43 = QL^T @ do
         x43 = _dot(tl.trans(QL), do, DOT, PRECISION)
@@ -602,8 +620,8 @@ def _backward_finish(
     batch = tile // HV // NT
     start = chunk * C
     row = tl.arange(0, C)
-    col_k = tl.arange(0, BK)
     in_c = row < T - start
+    col_k = tl.arange(0, BK)
     in_k = col_k < K
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x8 = sum[to](g)
@@ -614,12 +632,12 @@ def _backward_finish(
     x12 = _sums_of_numbers(_keep_after(row), g)
     # x13 = exp(x12)
     x13 = tl.exp(x12)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
     # x15 = scale * q
     x15 = scale * q
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
-    AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     x37 = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -643,22 +661,22 @@ def _backward_finish(
         x36 = dS * S
         # x37 = sum_V(x36)
         x37 += tl.sum(x36, 1)
-    x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+    x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     # dq = (x7 + (dQL * x9)) * scale
     dq = (x7 + (dQL * x9[:, None])) * scale
     if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K == BK)
-    x18 = _load_rows(x18_ptr + tile * C * K, row, col_k, K, C, K, K == BK)
+        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+    x18 = _load_rows(x18_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     # dk = (dAT * x13) + x18
     dk = (dAT * x13[:, None]) + x18
     if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K == BK)
+        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
     # x27 = sum_K((dQL * x15))
     x27 = tl.sum((dQL * x15), 1)
     x25 = tl.load(x25_ptr + tile * C + row, mask=row < C, other=0.0)
     # x30 = sum[from]((x25 + (x27 * x9)))
     x30 = _sums_of_numbers(_keep_from(row), (x25 + (x27 * x9)))
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K == BK).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
     # x32 = sum_K((dAT * k))
     x32 = tl.sum((dAT * k), 1)
     # x34 = sum[before]((x32 * x13))
@@ -675,16 +693,57 @@ def _backward_finish(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (columns of V a block, warps, stages) by kernel. First match wins.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int]]], ...] = (
-    (2, 64, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 4, 2), "finish_1": (64, 4, 1), }),
-    (2, 128, 64, {"prepare": (64, 4, 1), "scan": (64, 4, 3), "reverse": (64, 4, 3), "finish": (64, 8, 2), "finish_1": (64, 8, 1), }),
-    (2, 256, 32, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 8, 1), "finish_1": (32, 8, 1), }),
-    (4, 256, 16, {"prepare": (32, 4, 1), "scan": (32, 4, 2), "reverse": (32, 4, 2), "finish": (32, 4, 1), "finish_1": (32, 4, 1), }),
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+    (
+        2,
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1),
+            "scan": (0, 64, 4, 3),
+            "reverse": (0, 64, 4, 3),
+            "finish": (0, 64, 8, 1),
+            "finish_1": (64, 64, 8, 1),
+        },
+    ),
+    (
+        2,
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 8, 1),
+            "finish_1": (64, 32, 8, 1),
+        },
+    ),
+    (
+        4,
+        256,
+        16,
+        {
+            "prepare": (64, 32, 4, 1),
+            "scan": (0, 32, 4, 3),
+            "reverse": (0, 32, 4, 3),
+            "finish": (0, 32, 4, 1),
+            "finish_1": (64, 32, 4, 1),
+        },
+    ),
 )
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'backward.prepare')
+#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+_SCAN_TILES = {
+    "forward.scan": [2, 2, 0],
+    "backward.scan": [1, 1, 0],
+    "backward.reverse": [1, 1, 0],
+}
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -710,18 +769,25 @@ def _launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, **options)
 
 
-def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Chunk length, compile-time values shared by the kernels, and each kernel's own."""
-    C, table = _config(K, q.element_size())
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that one program may use on a GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Compile-time values shared by the kernels, and each kernel's own."""
+    K, size = q.shape[3], q.element_size()
+    C, table = _config(K, size)
     wide = q.dtype == torch.float32
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
+    limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1
     shared = {
         "C": C,
         "K": K,
         "V": V,
-        "BK": _power(K),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "PRECISION": "ieee" if wide else "tf32",
@@ -729,11 +795,18 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], K: int, V: int) -> tuple[int,
         "GATE_PARTS": parts if exact else 3 * parts,
         "SUM_PARTS": 3 * parts,
     }
-    own = {
-        name: {"BV": min(block, _power(V)), "num_warps": warps, "num_stages": stages}
-        for name, (block, warps, stages) in table.items()
-    }
-    return C, shared, own
+    own = {}
+    for key in (*_WHOLE_K, *_WALK_K):
+        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        BK, BV = _power(K), min(block_v, _power(V))
+        if key in _WALK_K:
+            BK = min(block_k, BK)
+        if key in _SCAN_TILES:
+            keys, values, squares = _SCAN_TILES[key]
+            tiles = size * C * (keys * BK + values * BV + squares * C)
+            stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
+        own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+    return shared, own
 
 
 def _forward_triton(
@@ -750,7 +823,8 @@ def _forward_triton(
     q, k, v, g, = (x.contiguous() for x in (q, k, v, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, ), K, V)
+    shared, own = _setting(q, (g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -782,11 +856,11 @@ def _forward_triton(
             SAVE=save,
             NEED=-1,
             **shared,
-            **own["prepare"],
+            **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["scan"]["BV"]),
+            B * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
             x7,
             Gc,
@@ -805,7 +879,7 @@ def _forward_triton(
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
-            **own["scan"],
+            **own["forward.scan"],
         )
     return [o, final_state, Aqa if save else q.new_empty((0,)), ]
 
@@ -826,7 +900,8 @@ def _backward_triton(
     q, k, v, g, = (x.contiguous() for x in (q, k, v, g,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    C, shared, own = _setting(q, (g, ), K, V)
+    shared, own = _setting(q, (g, ), V)
+    C = shared["C"]
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -870,13 +945,13 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["prepare"],
+                **own["backward.prepare"],
             )
         if needs & 15:
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["scan"]["BV"]),
+                B * HV * -(-V // own["backward.scan"]["BV"]),
                 Gc,
                 AT,
                 v,
@@ -893,13 +968,13 @@ def _backward_triton(
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
-                **own["scan"],
+                **own["backward.scan"],
             )
         if needs & 31:
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["reverse"]["BV"]),
+                B * HV * -(-V // own["backward.reverse"]["BV"]),
                 Gc,
                 QL,
                 do,
@@ -916,7 +991,7 @@ def _backward_triton(
                 INITIAL=dht is not None,
                 FINAL=needs & 16 > 0,
                 **shared,
-                **own["reverse"],
+                **own["backward.reverse"],
             )
         if needs & 15:
             _launch(
@@ -947,7 +1022,7 @@ def _backward_triton(
                 SAVE=True,
                 NEED=needs,
                 **shared,
-                **own["finish"],
+                **own["backward.finish"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(dg, g), dh0]
 
@@ -1102,26 +1177,26 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g,))
-    # x = scale * q
-    x = scale * q
     # x2 = sum[to](g)
     x2 = _run(g[..., None], 'to')[..., 0]
-    # QL = x * exp(x2)
-    QL = x * torch.exp(x2)[..., :, None]
-    # x6 = x @ k^T
-    x6 = x @ k.mT
     # x5 = pair(g, to, strict=False)
     x5 = _pairs_of(g, False, False)
-    # Aqa = x5 * x6
-    Aqa = x5 * x6
     # x8 = sum[all](g)
     x8 = g.sum(-1)
     # Gc = exp(x8)
     Gc = torch.exp(x8)
     # x10 = sum[after](g)
     x10 = _run(g[..., None], 'after')[..., 0]
+    # x = scale * q
+    x = scale * q
+    # QL = x * exp(x2)
+    QL = x * torch.exp(x2)[..., :, None]
+    # x6 = x @ k^T
+    x6 = x @ k.mT
     # AT = k * exp(x10)
     AT = k * torch.exp(x10)[..., :, None]
+    # Aqa = x5 * x6
+    Aqa = x5 * x6
     # x7 = Aqa @ v
     x7 = Aqa @ v
     S = state
@@ -1176,17 +1251,11 @@ def _backward_torch(
     if needs & 11:
         # x = pair(g, to, strict=True)
         x = _pairs_of(g, False, True)
-    if needs & 30:
-        # x15 = scale * q
-        x15 = scale * q
     if needs & 15:
         # x12 = sum[after](g)
         x12 = _run(g[..., None], 'after')[..., 0]
         # x13 = exp(x12)
         x13 = torch.exp(x12)
-    if needs & 13:
-        # AT = k * x13
-        AT = k * x13[..., :, None]
     # x38 = sum[all](g)
     x38 = g.sum(-1)
     # Gc = exp(x38)
@@ -1195,6 +1264,12 @@ def _backward_torch(
     x8 = _run(g[..., None], 'to')[..., 0]
     # x9 = exp(x8)
     x9 = torch.exp(x8)
+    if needs & 30:
+        # x15 = scale * q
+        x15 = scale * q
+    if needs & 13:
+        # AT = k * x13
+        AT = k * x13[..., :, None]
     if needs & 30:
         # QL = x15 * x9
         QL = x15 * x9[..., :, None]
@@ -1209,12 +1284,12 @@ def _backward_torch(
         x2 = torch.tril(dAqa, -1)
         # x3 = x * x2
         x3 = x * x2
-    if needs & 9:
-        # x4 = x3 @ k
-        x4 = x3 @ k
     if needs & 3:
         # x5 = diagonal(dAqa)
         x5 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 9:
+        # x4 = x3 @ k
+        x4 = x3 @ k
     if needs & 1:
         # x7 = x4 + (x5 * k)
         x7 = x4 + (x5[..., :, None] * k)

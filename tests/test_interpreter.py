@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -15,14 +14,15 @@ from oracles import ORACLES
 pytest.importorskip("triton", reason="the interpreter is part of triton")
 
 WORKER = Path(__file__).with_name("interpreter_worker.py")
-PER_PROCESS = 3
 TIME_LIMIT = 600
 
+# Starting a process takes seconds, so a few variants share one.
+VARIANTS = list(ORACLES)
+GROUPS = [VARIANTS[i : i + 3] for i in range(0, len(VARIANTS), 3)]
 
-@functools.lru_cache
-def report_of(group: int) -> dict[str, dict]:
-    """What the worker says about the variants of one group; a few share a process, since starting one takes seconds."""
-    variants = list(ORACLES)[group * PER_PROCESS : (group + 1) * PER_PROCESS]
+
+@pytest.mark.parametrize("variants", GROUPS, ids="-".join)
+def test_kernels_in_the_interpreter(variants: list[str]) -> None:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -32,16 +32,11 @@ def report_of(group: int) -> dict[str, dict]:
     done = subprocess.run(
         [sys.executable, str(WORKER), *variants], capture_output=True, text=True, env=environment, timeout=TIME_LIMIT
     )
-    if done.returncode != 0:
-        return {name: {"crash": done.stderr[-3000:]} for name in variants}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize(("name", "group"), [(n, i // PER_PROCESS) for i, n in enumerate(ORACLES)], ids=list(ORACLES))
-def test_kernels_in_the_interpreter(name: str, group: int, dtype: str) -> None:
-    report = report_of(group)[name]
-    assert "crash" not in report, report["crash"]
-    entry = report[dtype]
-    assert not entry["failures"], "\n".join(entry["failures"])
-    assert {"o", "ht", "dq", "dk", "dv"} <= entry["worst"].keys()
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert list(report) == variants
+    failures = [f"{name} {line}" for name in variants for entry in report[name].values() for line in entry["failures"]]
+    assert not failures, "\n".join(failures)
+    for name in variants:
+        for dtype in ("float32", "float16"):
+            assert {"o", "ht", "dq", "dk", "dv"} <= report[name][dtype]["worst"].keys()

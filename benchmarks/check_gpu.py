@@ -1,0 +1,357 @@
+"""Every case of covering.json on a GPU: forward and backward of the public function against the float64 recurrence.
+
+    python benchmarks/check_gpu.py --out $OUT                    the design and the products
+    python benchmarks/check_gpu.py --out $OUT --configs          every kernel configuration that can be chosen
+    python benchmarks/check_gpu.py --out DIR --device cpu --first 20 --workers 2
+
+Judged by tests/metrics.py: bounds on outputs and all gradients, as a whole, a head and a block of 16 rows. Memory that
+a kernel leaves unwritten holds NaN. Cases run in worker processes, compiling side by side; a crash of one, an illegal
+access say, is that case's failure, and a fresh process takes the next. Writes DIR/NAME.jsonl, a row a case, and
+DIR/NAME.txt, the summary that is printed last. Exit code 1 if a case fails, 2 if some were not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import re
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import bench
+from bench import Json
+from covering import DTYPES, SEED, VARIANTS, Case, load
+
+SHOWN = 25
+STRONG = ("strong", "spikes")
+CONFIG_LENGTHS = (65, 1000)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One case
+
+
+def dtypes_of(name: str) -> tuple[Any, Any]:
+    """The dtypes of the streams and of the gates."""
+    import torch
+
+    streams, _, gates = name.partition("+")
+    return getattr(torch, streams), getattr(torch, gates or streams)
+
+
+@contextlib.contextmanager
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """New tensors are filled with NaN, so that an element that nobody writes shows."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def judge(case: Case, device: str, poison: bool = True) -> Json:
+    """The case's row: what failed, rr of every tensor, seconds."""
+    import fastref
+    import metrics
+    import torch
+    from inputs import make
+
+    start = time.monotonic()
+    dtype, gate_dtype = dtypes_of(case.dtype)
+    sizes = (case.B, case.T, case.H, case.HV, case.K, case.V)
+    streams, h0, do, dht = make(
+        case.variant,
+        *sizes,
+        dtype,
+        gate_dtype=gate_dtype,
+        regime=case.gates,
+        seed=case.seed,
+        state=case.states in ("in", "both"),
+        device=device,
+    )
+    final = case.states in ("out", "both")
+    dht = dht if final else None
+    op = getattr(bench.generated(case.variant), case.variant)
+    drawn = time.monotonic()
+    with unwritten_memory_is_nan() if poison else contextlib.nullcontext():
+        got = metrics.collect(op, case.variant, streams, h0, do, dht, None, output_final_state=final)
+        _wait(device)
+    ran = time.monotonic()
+    ref = fastref.reference(case.variant, streams, h0, do, dht)
+    if not final:
+        del ref["ht"]
+    failures = metrics.check(case.variant, got, ref, dtype, streams) + _wrong_dtypes(case.variant, got, streams, h0)
+    figures = {key: _finite(value) for key, value in metrics.worst(got, ref).items()}
+    del got, ref
+    if device == "cuda" and torch.cuda.memory_reserved() > 4 << 30:
+        torch.cuda.empty_cache()
+    seconds = {"draw": drawn - start, "op": ran - drawn, "judge": time.monotonic() - ran}
+    return {"failures": failures, "rr": figures, "seconds": {key: round(x, 3) for key, x in seconds.items()}}
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def _wrong_dtypes(variant: str, got: dict[str, Any], streams: Sequence[Any], h0: Any) -> list[str]:
+    from oracles import names
+
+    leaves = dict(zip([f"d{n}" for n in names(variant)], streams, strict=True)) | ({} if h0 is None else {"dh0": h0})
+    return [f"{k}: {got[k].dtype} for an input of {x.dtype}" for k, x in leaves.items() if got[k].dtype != x.dtype]
+
+
+def serve(device: str, poison: bool) -> None:
+    import torch
+
+    bench.use_checkout()
+    torch.set_num_threads(1)
+    bench.serve(lambda item: judge(Case.of(item), device, poison))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which cases, in which order
+
+
+def cost(case: Case) -> float:
+    """How long a case's kernels take to compile, roughly: their tiles, and float32's products without matrix units."""
+    side = max(16, 1 << (case.K - 1).bit_length())
+    return (side + case.V) * (4.0 if case.dtype == "float32" else 1.0)
+
+
+def _alternating(cases: list[Case]) -> list[Case]:
+    """Dear and cheap by turns."""
+    ranked = sorted(cases, key=lambda case: (cost(case), case.label))
+    both = zip(ranked[::-1], ranked, strict=True)
+    return list(dict.fromkeys(itertools.chain.from_iterable(both)))
+
+
+def ordered(cases: list[Case], seed: int) -> list[Case]:
+    """First a case of every variant and dtype, then one of all other kernels, then those that only run."""
+    shuffled = sorted(cases, key=lambda case: case.label)
+    random.Random(seed).shuffle(shuffled)
+    shuffled.sort(key=lambda case: case.kind != "pairs")
+    early: dict[tuple[str, str], Case] = {}
+    fresh: dict[tuple[Any, ...], Case] = {}
+    for case in shuffled:
+        early.setdefault((case.variant, case.dtype), case)
+        fresh.setdefault(case.compiles, case)
+    first = _alternating(list(early.values()))
+    second = _alternating(list(fresh.values()))
+    return list(dict.fromkeys([*first, *second, *shuffled]))
+
+
+def shard(cases: list[Case], index: int, count: int) -> list[Case]:
+    """Cases that share kernels stay together."""
+    groups = {key: i for i, key in enumerate(dict.fromkeys(case.compiles for case in cases))}
+    return [case for case in cases if groups[case.compiles] % count == index]
+
+
+def _dtypes_with(size: int) -> tuple[str, ...]:
+    return ("float32",) if size == 4 else tuple(d for d in DTYPES if d != "float32")
+
+
+def _powers(lowest: int, highest: int) -> list[int]:
+    """The powers of two that sizes from lowest to highest are padded to."""
+    first, last = max(16, 1 << (lowest - 1).bit_length()), 1 << (highest - 1).bit_length()
+    return [1 << n for n in range(first.bit_length() - 1, last.bit_length())]
+
+
+def config_cases(variant: str) -> list[Case]:
+    """For each row of a module's table, each K tile and V tile it can end in: full sizes first, then masked ones.
+
+    A tile of K is the power of two from K up; a tile of V the same, at most the table's columns a block.
+    """
+    table = bench.generated(variant)._CONFIGS
+    found: dict[Case, int] = {}
+    below: dict[int, int] = {}
+    for size, largest, _, kernels in table:
+        lowest = below.get(size, 15) + 1
+        below[size] = largest
+        widest = max(block for block, _, _ in kernels.values())
+        tiles = sorted({min(block, v) for block, _, _ in kernels.values() for v in _powers(16, widest)}, reverse=True)
+        for rank, (width, side) in enumerate(itertools.product(tiles, reversed(_powers(lowest, largest)))):
+            wide = 2 * width if width == widest else width
+            masked = max(lowest, side - 3), max(1, wide - 5)
+            for dtype, (edge, (K, V)) in itertools.product(_dtypes_with(size), enumerate(((side, wide), masked))):
+                for T in CONFIG_LENGTHS:
+                    case = Case("config", variant, dtype, K, V, T, 1, "both", "mild" if variant != "delta" else "zero")
+                    found.setdefault(case, 2 * rank + edge)
+    return sorted(found, key=lambda case: found[case])
+
+
+def every_config(chosen: Sequence[str]) -> list[Case]:
+    """The most used configurations of every variant first; the two lengths side by side, to compile once."""
+    lists = [config_cases(variant) for variant in chosen]
+    turns = itertools.zip_longest(*([c[i : i + 2] for i in range(0, len(c), 2)] for c in lists))
+    return [case for turn in turns for pair in turn if pair for case in pair]
+
+
+def select(args: argparse.Namespace) -> list[Case]:
+    bench.use_checkout()
+    cases = every_config(VARIANTS) if args.configs else ordered(load(), args.seed)
+    if args.only:
+        cases = [case for case in cases if re.search(args.only, case.label)]
+    if args.skip:
+        done = {row["label"] for path in args.skip for row in rows_of(Path(path)) if not row["failures"]}
+        cases = [case for case in cases if case.label not in done]
+    if args.shard:
+        index, _, count = args.shard.partition("/")
+        cases = shard(cases, int(index), int(count))
+    return cases[: args.first] if args.first else cases
+
+
+def rows_of(path: Path) -> list[Json]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The summary
+
+
+def kind_of(key: str, case: Json) -> str:
+    """The column of a tensor; gate gradients at strong decay are judged by more than rr, so they stand apart."""
+    from oracles import GATES
+
+    if key in ("o", "ht"):
+        return "outputs"
+    if key[1:] not in GATES:
+        return "gradients"
+    return "dg, strong" if key == "dg" and case["gates"] in STRONG else "gates"
+
+
+COLUMNS = ("outputs", "gradients", "gates", "dg, strong")
+
+
+def worst_table(rows: Sequence[Json]) -> str:
+    """Worst rr by variant and kind of tensor, float32 and the 16-bit dtypes apart, of the cases that passed."""
+    worst: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for row in rows:
+        case = row["case"]
+        group = (case["variant"], "float32" if case["dtype"] == "float32" else "16 bit")
+        counts[group][0] += 1
+        counts[group][1] += bool(row["failures"])
+        if row["failures"]:
+            continue
+        for key, value in row["rr"].items():
+            column = kind_of(key, case)
+            worst[group][column] = max(worst[group][column], value or 0.0)
+    order = sorted(counts, key=lambda g: (VARIANTS.index(g[0]), g[1]))
+    lines = [(g[0], g[1], *counts[g], *(worst[g].get(c, 0.0) for c in COLUMNS)) for g in order]
+    return bench.table(lines, ("variant", "dtype", "cases", "failed", *COLUMNS))
+
+
+def summary(rows: Sequence[Json], not_run: int, seconds: float, about: Json) -> str:
+    failed = [row for row in rows if row["failures"]]
+    lines = [", ".join(f"{key} {value}" for key, value in about.items()), "", "worst rr of the cases that passed:", ""]
+    lines += [worst_table(rows), ""]
+    lines.append(f"{len(rows)} cases run, {len(failed)} failed, {not_run} not run, {seconds:.0f} s")
+    for row in failed[:SHOWN]:
+        more = f" (and {len(row['failures']) - 1} more)" if len(row["failures"]) > 1 else ""
+        lines.append(f"  {row['label']}  {row['failures'][0][:300]}{more}")
+    if len(failed) > SHOWN:
+        lines.append(f"  and {len(failed) - SHOWN} more cases")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def run(cases: Sequence[Case], args: argparse.Namespace, until: float) -> tuple[list[Json], int]:
+    """The rows, written as they come, and how many cases were not begun."""
+    command = [sys.executable, __file__, "--worker", "--device", args.device] + ["--no-poison"] * args.no_poison
+    rows: list[Json] = []
+    start = time.monotonic()
+    with (args.out / f"{args.name}.jsonl").open("w") as file:
+
+        def note(item: Json, answer: Json) -> None:
+            case = Case.of(item)
+            row = answer.get("row") or {"failures": [answer["error"]], "rr": {}, "seconds": {}}
+            rows.append({"case": item, "label": case.label, **row})
+            print(json.dumps(rows[-1]), file=file, flush=True)
+            if row["failures"] or len(rows) % 50 == 0:
+                print(f"{time.monotonic() - start:5.0f} s {len(rows)}/{len(cases)} {case.label} {row['failures'][:1]}")
+
+        left = bench.run_pool(
+            command,
+            [dataclasses.asdict(case) for case in cases],
+            args.workers,
+            note,
+            until=until,
+            item_seconds=args.case_seconds,
+            grace=args.grace,
+            environment={"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        )
+    return rows, len(left)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder for the rows and the summary")
+    parser.add_argument("--name", help="name of the files there, by default check or configs")
+    parser.add_argument("--configs", action="store_true", help="every configuration of the tables instead of the design")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--budget-seconds", type=float, default=math.inf, help="begin no case after this long")
+    parser.add_argument("--grace", type=float, default=45.0, help="seconds for cases under way at the end of the budget")
+    parser.add_argument("--case-seconds", type=float, default=300.0, help="a case that takes longer is a failure")
+    parser.add_argument("--shard", metavar="I/N", help="the I-th of N parts, counted from 0")
+    parser.add_argument("--only", metavar="REGEX", help="cases whose label matches")
+    parser.add_argument("--skip", nargs="*", metavar="JSONL", help="leave out cases that passed in earlier runs")
+    parser.add_argument("--first", type=int, metavar="N", help="the first N cases")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the order")
+    parser.add_argument("--no-poison", action="store_true", help="leave new memory as it is")
+    parser.add_argument("--list", action="store_true", help="print the labels and stop")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.out is None and not (args.list or args.worker):
+        parser.error("--out is needed")
+    args.name = args.name or ("configs" if args.configs else "check")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    if args.worker:
+        serve(args.device, not args.no_poison)
+        return 0
+    start = time.monotonic()
+    cases = select(args)
+    if args.list:
+        print("\n".join(case.label for case in cases))
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows, not_run = run(cases, args, start + args.budget_seconds)
+    programs = {"programs": " ".join(bench.generated(v)._NAME for v in sorted({row["case"]["variant"] for row in rows}))}
+    text = summary(rows, not_run, time.monotonic() - start, bench.versions(args.device) | programs)
+    (args.out / f"{args.name}.txt").write_text(text + "\n")
+    print(text)
+    return 1 if any(row["failures"] for row in rows) else 2 if not_run else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Bindings drawn at random, compiled and compared with a token loop: values, gradients, and which folds fire.
+
+The generated PyTorch runs in float64; a tenth of the bindings also run their Triton kernels in the interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import bindings
+import pytest
+import torch
+from bindings import Drawn, Sizes
+from interpreted import run_files
+
+import dplrgen
+from dplrgen import pipeline
+from dplrgen.passes import count
+
+torch.set_num_threads(1)
+
+SEEDS = range(200)
+INTERPRETED = SEEDS[::10]
+PER_PROCESS = 5
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def sizes_of(seed: int, chunk: int) -> Sizes:
+    """Two whole chunks and an odd tail; two value heads a key head for every other seed."""
+    heads = 1 + seed % 3 // 2
+    tail = 1 + 2 * (seed % (chunk // 2))
+    return Sizes(B=1 + seed % 2, T=2 * chunk + tail, H=heads, HV=heads * (1 + seed // 2 % 2), K=5 + seed % 4, V=3)
+
+
+def fired(drawn: Drawn) -> frozenset[str]:
+    stages = pipeline.forward(drawn.variant)
+    return frozenset(f.rule for stage in stages for f in stage.fired) & bindings.FOLDS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_values_and_gradients(seed: int) -> None:
+    drawn = bindings.draw(seed)
+    op = dplrgen.build(drawn.variant)
+    chunk = sys.modules[op.__module__]._chunk_size(8, 8, False)
+    given = bindings.make_inputs(drawn.variant, sizes_of(seed, chunk), seed=seed)
+    got, want = bindings.run(op, drawn.variant, given), bindings.reference(drawn.variant, given)
+    assert not bindings.differences(got, want, 1e-10), (drawn.kind, drawn.variant.binding())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_folds_fire_exactly_where_they_should(seed: int) -> None:
+    drawn = bindings.draw(seed)
+    assert fired(drawn) == drawn.folds, (drawn.kind, drawn.variant.binding())
+    assert count(pipeline.forward(drawn.variant)[-1].program)["products"] == drawn.products
+
+
+def test_the_draw_covers_every_kind() -> None:
+    drawn = [bindings.draw(seed) for seed in SEEDS]
+    kinds = {d.kind for d in drawn}
+    assert len(kinds) == 22, sorted(kinds)
+    for fold in bindings.FOLDS:
+        assert 10 <= sum(fold in d.folds for d in drawn) <= 190, fold
+    operations = {n.op for d in drawn for n in bindings.topological(d.variant.streams().values())}
+    assert operations == {*bindings.MEANING, "input", "const"}
+    twice = [bindings.draw(seed) for seed in SEEDS]
+    assert [d.variant for d in twice] == [d.variant for d in drawn]
+
+
+@pytest.mark.parametrize("group", range(len(INTERPRETED) // PER_PROCESS))
+def test_kernels_in_the_interpreter(group: int, tmp_path) -> None:
+    """Sizes off the powers of two, so that what expressions hold in the padding of a tile shows."""
+    cases = []
+    for seed in INTERPRETED[group * PER_PROCESS : (group + 1) * PER_PROCESS]:
+        variant = bindings.draw(seed).variant
+        heads = 1 + seed // 10 % 2
+        sizes = Sizes(B=1, T=35, H=1, HV=heads, K=20, V=18)
+        cases.append((variant, bindings.make_inputs(variant, sizes, torch.float32, seed)))
+    failures = {
+        variant.name: result if isinstance(result, str) else bindings.differences(result, want, 1e-4)
+        for (variant, given), result in zip(cases, run_files(cases, tmp_path), strict=True)
+        if (want := bindings.reference(variant, given))
+    }
+    assert not any(failures.values()), failures
