@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -195,13 +196,11 @@ def _train(module: ModuleType, case: Case) -> None:
     module._backward_triton(torch.zeros_like(o), final, *streams, state, *saved, 0.125, everything)
 
 
-@contextmanager
-def _as_on(module: ModuleType, target: Target) -> Iterator[None]:
-    """The module asks its device for the shared memory of a block, if it asks for anything: the target answers."""
-    with ExitStack() as stack:
-        if hasattr(module, "_shared_memory"):
-            stack.enter_context(mock.patch.object(module, "_shared_memory", return_value=target.shared))
-        yield
+def _as_on(module: ModuleType, target: Target) -> AbstractContextManager[Any]:
+    """The module asks for the shared memory that a program may use, if it asks for anything: the target answers."""
+    if not hasattr(module, "_shared_memory"):
+        return nullcontext()
+    return mock.patch.object(module, "_shared_memory", return_value=target.shared)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,9 +224,13 @@ class Elsewhere:
 
 
 def compiled(launch: Launch, target: Target) -> Any:
-    """The compiled kernel. Triton's cache is left out, so that what is compiled is what stands in the file."""
+    """The compiled kernel. Triton's cache is left out, so that what is compiled is what stands in the file.
+
+    Where an assembler fails, Triton prints the whole program: that is dropped, the exception says enough.
+    """
     with (
         tempfile.TemporaryDirectory() as scratch,
+        redirect_stdout(io.StringIO()),
         triton.knobs.cache.scope(),
         mock.patch.object(driver, "_active", Elsewhere(target)),
     ):
@@ -283,9 +286,14 @@ def outcome(case: Case, index: int) -> Outcome:
     try:
         row = measured(launch.label, compiled(launch, TARGETS[case.target]), case)
     except Exception as error:  # whatever a compiler raises
-        lines = str(error).strip().splitlines() or [""]
-        return Outcome(case, launch.label, time.perf_counter() - start, error=f"{type(error).__name__}: {lines[0]}")
+        return Outcome(case, launch.label, time.perf_counter() - start, error=brief(error))
     return Outcome(case, launch.label, time.perf_counter() - start, row)
+
+
+def brief(error: Exception) -> str:
+    """The line that says most: an assembler's own complaint, else the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {next((x for x in lines if 'fatal' in x or 'error  ' in x), (*lines, '')[0])}"
 
 
 def outcomes(cases: Sequence[Case], jobs: int) -> Iterator[Outcome]:

@@ -41,7 +41,8 @@ def use_checkout() -> None:
     spec = importlib.util.spec_from_file_location(
         "dplrgen.generated", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     package = importlib.util.module_from_spec(spec)
     sys.modules["dplrgen.generated"] = package
     spec.loader.exec_module(package)
@@ -71,10 +72,11 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
     """Columns padded to their widest entry, numbers to the right."""
     text = [[f"{x:.2e}" if isinstance(x, float) else str(x) for x in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(head), *text]) for i in range(len(head))]
-    lines = ["  ".join(h.ljust(w) if i == 0 else h.rjust(w) for i, (h, w) in enumerate(zip(head, widths, strict=True)))]
-    for row in text:
-        lines.append("  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))))
-    return "\n".join(line.rstrip() for line in lines)
+    lines = []
+    for row in (head, *text):
+        first, *rest = (x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
+        lines.append("  ".join([first, *rest]).rstrip())
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,6 +99,20 @@ def serve(handle: Callable[[Json], Json]) -> None:
         print(json.dumps(answer), file=out, flush=True)
         if broken:
             os._exit(BROKEN)
+
+
+def median_ms(run: Callable[[], object], device: str, rep: float = 100.0) -> float:
+    """Median milliseconds of a call, the cache cleared before each; on the CPU a few calls by the clock."""
+    if device == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(run, warmup=rep / 4, rep=rep, return_mode="median"))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[1] * 1e3
 
 
 def describe(error: BaseException) -> str:
@@ -132,7 +148,8 @@ class Worker:
         if self.process is None:
             self._start()
         process = self.process
-        assert process is not None and process.stdin is not None
+        assert process is not None
+        assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(item).encode() + b"\n")
             process.stdin.flush()
@@ -146,7 +163,7 @@ class Worker:
         return row
 
     def _start(self) -> None:
-        self.errors = tempfile.TemporaryFile()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self.process = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=self.environment
         )
@@ -154,7 +171,8 @@ class Worker:
 
     def _line(self, seconds: float) -> bytes | None:
         """The next line; None at the end of the output, an error after too long."""
-        assert self.process is not None and self.process.stdout is not None
+        assert self.process is not None
+        assert self.process.stdout is not None
         pipe, until = self.process.stdout.fileno(), time.monotonic() + seconds
         while b"\n" not in self.rest:
             ready, _, _ = select.select([pipe], [], [], max(0.0, until - time.monotonic()))
@@ -286,6 +304,28 @@ def recorded(module: ModuleType, launch: bool) -> Iterator[list[Launch]]:
         module._launch = original
 
 
+def launches(
+    module: ModuleType,
+    streams: Sequence[Any],
+    do: Any,
+    scale: float,
+    *,
+    launch: bool,
+    save: bool = True,
+    h0: Any = None,
+    dht: Any = None,
+    final: bool = False,
+) -> list[Launch]:
+    """The launches of one forward and, where it saves, of its backward, for all gradients; made or only noted."""
+    plain = [x.detach() for x in streams]
+    needs = (1 << len(plain) + (h0 is not None)) - 1
+    with recorded(module, launch) as found:
+        results = module._forward_triton(*plain, h0, scale, final, save)
+        if save:
+            module._backward_triton(do, dht, *plain, h0, *results[2:], scale, needs)
+    return found
+
+
 def table_key(kernel: str, keys: Sequence[str]) -> str:
     """The entry of the table of configurations that a kernel's name ends in."""
     found = [key for key in keys if kernel.endswith(f"_{key}")]
@@ -296,4 +336,5 @@ def table_key(kernel: str, keys: Sequence[str]) -> str:
 
 def kernels_of(module: ModuleType) -> list[str]:
     """Names of the kernels that are launched, in the order of the file."""
-    return [n for n in vars(module) if re.match(r"_(forward|backward)_", n) and hasattr(getattr(module, n), "arg_names")]
+    named = [n for n in vars(module) if re.match(r"_(forward|backward)_", n)]
+    return [n for n in named if hasattr(getattr(module, n), "arg_names")]

@@ -174,39 +174,60 @@ def _dtypes_with(size: int) -> tuple[str, ...]:
 
 
 def _powers(lowest: int, highest: int) -> list[int]:
-    """The powers of two that sizes from lowest to highest are padded to."""
+    """The powers of two that sizes from lowest to highest are padded to, largest first."""
     first, last = max(16, 1 << (lowest - 1).bit_length()), 1 << (highest - 1).bit_length()
-    return [1 << n for n in range(first.bit_length() - 1, last.bit_length())]
+    return [1 << n for n in range(last.bit_length() - 1, first.bit_length() - 2, -1)]
+
+
+def _points(lowest: int, largest: int, kernels: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, int, int]]:
+    """(kind, K, V) that meet each tile of K and each tile of V that a row of the table can end in.
+
+    A tile of K is the power of two from K up, or blocks of it; a tile of V the same, at most the table's columns a
+    block. `config` are full tiles, `edges` sizes that leave the last tile of each axis partly empty.
+    """
+    blocks = {entry[-3] for entry in kernels.values()}
+    widest = max(blocks)
+    tiles = sorted({min(block, v) for block in blocks for v in _powers(16, widest)}, reverse=True)
+    widths = [2 * tile if tile == widest else tile for tile in tiles]
+    sides = _powers(lowest, largest)
+    for i in range(max(len(sides), len(widths))):
+        yield "config", sides[i % len(sides)], widths[i % len(widths)]
+    yield "edges", largest - 3, widths[0] - 5
+    yield "edges", lowest + 1, widths[-1] - 3
 
 
 def config_cases(variant: str) -> list[Case]:
-    """For each row of a module's table, each K tile and V tile it can end in: full sizes first, then masked ones.
-
-    A tile of K is the power of two from K up; a tile of V the same, at most the table's columns a block.
-    """
-    table = bench.generated(variant)._CONFIGS
-    found: dict[Case, int] = {}
+    """Each row of a module's table at the sizes of `_points`, by urgency: each tile in one dtype and the largest in
+    every dtype that the row is for, then all tiles in those dtypes, then the edges."""
+    gates = "mild" if variant != "delta" else "zero"
+    found: dict[Case, tuple[int, int]] = {}
     below: dict[int, int] = {}
-    for size, largest, _, kernels in table:
+    for size, largest, _, kernels in bench.generated(variant)._CONFIGS:
         lowest = below.get(size, 15) + 1
         below[size] = largest
-        widest = max(block for block, _, _ in kernels.values())
-        tiles = sorted({min(block, v) for block, _, _ in kernels.values() for v in _powers(16, widest)}, reverse=True)
-        for rank, (width, side) in enumerate(itertools.product(tiles, reversed(_powers(lowest, largest)))):
-            wide = 2 * width if width == widest else width
-            masked = max(lowest, side - 3), max(1, wide - 5)
-            for dtype, (edge, (K, V)) in itertools.product(_dtypes_with(size), enumerate(((side, wide), masked))):
+        for place, (kind, K, V) in enumerate(_points(lowest, largest, kernels)):
+            for other, dtype in enumerate(_dtypes_with(size)):
+                part = "edges" if kind == "edges" else "dtypes" if place and other else "config"
+                rank = ("config", "dtypes", "edges").index(part)
                 for T in CONFIG_LENGTHS:
-                    case = Case("config", variant, dtype, K, V, T, 1, "both", "mild" if variant != "delta" else "zero")
-                    found.setdefault(case, 2 * rank + edge)
-    return sorted(found, key=lambda case: found[case])
+                    found.setdefault(Case(part, variant, dtype, K, V, T, 1, "both", gates), (rank, place))
+    return sorted(found, key=lambda case: (found[case], case.label))
+
+
+LAG = 40
+"""Cases between the two lengths of one configuration, so that the second finds the kernels compiled."""
 
 
 def every_config(chosen: Sequence[str]) -> list[Case]:
-    """The most used configurations of every variant first; the two lengths side by side, to compile once."""
-    lists = [config_cases(variant) for variant in chosen]
-    turns = itertools.zip_longest(*([c[i : i + 2] for i in range(0, len(c), 2)] for c in lists))
-    return [case for turn in turns for pair in turn if pair for case in pair]
+    """Variants by turns, the urgent configurations of all before the others of any."""
+    turns = itertools.zip_longest(*(config_cases(variant) for variant in chosen))
+    cases = [case for turn in turns for case in turn if case]
+    parts = ("config", "dtypes", "edges")
+    short, *longer = CONFIG_LENGTHS
+    first = [case for part in parts for case in cases if case.kind == part and short == case.T]
+    again = [dataclasses.replace(case, T=T) for case in first for T in longer]
+    ranked = [(i, case) for i, case in enumerate(first)] + [(i + LAG, case) for i, case in enumerate(again)]
+    return [case for _, case in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def select(args: argparse.Namespace) -> list[Case]:
@@ -313,11 +334,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for the rows and the summary")
     parser.add_argument("--name", help="name of the files there, by default check or configs")
-    parser.add_argument("--configs", action="store_true", help="every configuration of the tables instead of the design")
+    parser.add_argument("--configs", action="store_true", help="every configuration of the tables")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="begin no case after this long")
-    parser.add_argument("--grace", type=float, default=45.0, help="seconds for cases under way at the end of the budget")
+    parser.add_argument("--grace", type=float, default=45.0, help="seconds for cases under way at its end")
     parser.add_argument("--case-seconds", type=float, default=300.0, help="a case that takes longer is a failure")
     parser.add_argument("--shard", metavar="I/N", help="the I-th of N parts, counted from 0")
     parser.add_argument("--only", metavar="REGEX", help="cases whose label matches")
@@ -346,8 +367,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     rows, not_run = run(cases, args, start + args.budget_seconds)
-    programs = {"programs": " ".join(bench.generated(v)._NAME for v in sorted({row["case"]["variant"] for row in rows}))}
-    text = summary(rows, not_run, time.monotonic() - start, bench.versions(args.device) | programs)
+    programs = " ".join(bench.generated(v)._NAME for v in sorted({row["case"]["variant"] for row in rows}))
+    about = bench.versions(args.device) | {"programs": programs}
+    text = summary(rows, not_run, time.monotonic() - start, about)
     (args.out / f"{args.name}.txt").write_text(text + "\n")
     print(text)
     return 1 if any(row["failures"] for row in rows) else 2 if not_run else 0

@@ -48,7 +48,7 @@ FACTORS: dict[str, tuple[Value, ...]] = {
     "states": STATES,
     "gates": GATES,
 }
-"""`bfloat16+float32`: float32 gates beside bfloat16 streams. `group`: HV / H. `states`: which of h0 and ht there are."""
+"""`bfloat16+float32`: float32 gates beside bfloat16 streams. `group`: HV / H. `states`: of h0 (in) and ht (out)."""
 
 HEADS = 3
 LONG = 4096

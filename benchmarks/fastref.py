@@ -1,4 +1,4 @@
-"""The float64 token recurrence, evaluated in parallel over segments of the sequence: the loops of tests/oracles.py, fast.
+"""The float64 token recurrence, in parallel over segments of the sequence: the loops of tests/oracles.py, fast.
 
 Every variant is one recurrence on the state h [K, V], read before the decay:
 
@@ -119,11 +119,12 @@ def _advance(x: dict[str, Tensor], h: Tensor) -> Iterator[Tensor]:
 
 def _forward(x: dict[str, Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
     """o as [steps, lanes * segments, V], and the final state."""
-    h, _ = _entering(x, first)
+    last, _ = _entering(x, first)
     outputs = []
-    for q, h in zip(x["q"], _advance(x, h), strict=True):
+    for q, h in zip(x["q"], _advance(x, last), strict=True):
         outputs.append((_row(q) @ h).squeeze(-2))
-    return torch.stack(outputs), h.view(len(first), -1, *h.shape[1:])[:, -1]
+        last = h
+    return torch.stack(outputs), last.view(len(first), -1, *last.shape[1:])[:, -1]
 
 
 def _backward(x: dict[str, Tensor], first: Tensor, last: Tensor) -> tuple[dict[str, Tensor], Tensor]:

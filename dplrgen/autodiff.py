@@ -164,8 +164,7 @@ def _gram(n: Node, d: Node) -> Sequence[Node | None]:
     """
     x, y, g = n.args
     attrs = dict(n.attrs) | {"strict": True}
-    below = node("mask", d, strict=True)
-    dx, dy = node("gram_dx", below, y, g, **attrs), node("gram_dy", below, x, g, **attrs)
+    dx, dy = node("gram_dx", d, y, g, **attrs), node("gram_dy", d, x, g, **attrs)
     gained, lost = fit(x * dx, g.axes), fit(y * dy, g.axes)
     left = "from" if attrs["left"] == "to" else "after"
     dg = node("run", gained, over=left) - node("run", lost, over="from")

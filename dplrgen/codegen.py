@@ -106,14 +106,16 @@ def _triton_run(n: Node, args: list[str]) -> str:
     over, axes = n.attr("over"), n.args[0].axes
     if over == "all":
         return f"tl.sum({args[0]}, 0)"
-    parts = "GATE_PARTS" if over in ("to", "before", "after") and _is_gate(n.args[0]) else "SUM_PARTS"
     if len(axes) == 1:
         return f"_sums_of_numbers(_keep_{over}(row), {args[0]})"
-    return f"_sums(_keep_{over}(row), {args[0]}, {parts})"
+    if _is_exponent(n):
+        return f"_sums(_keep_{over}(row), {args[0]}, GATE_PARTS)"
+    return f"_running_{over}({args[0]}, row, EXACT)"
 
 
-def _is_gate(n: Node) -> bool:
-    return n.op == "input" and dict(n.attrs).get("role") is None
+def _is_exponent(n: Node) -> bool:
+    """Whether a running sum is over log-decays: such a sum must not be a difference of two."""
+    return not any(m.op in ("matmul", "gram", "gram_dx", "gram_dy") for m in topological([n]))
 
 
 def _triton_spread(n: Node, args: list[str]) -> str:
@@ -132,7 +134,7 @@ _TRITON: dict[str, Callable[[Node, list[str]], str]] = {
     "mask": lambda n, args: f"tl.where(_keep_{'before' if n.attr('strict') else 'to'}(row), {args[0]}, 0.0)",
     "diagonal": lambda n, args: f"tl.sum(tl.where(row[:, None] == row[None, :], {args[0]}, 0.0), 1)",
     "pair": lambda n, args: f"_pairs({args[0]}, row, {n.attr('left') == 'before'}, {n.attr('strict')}, GATE_PARTS)",
-    "inverse": lambda n, args: f"_inverse({args[0]}, row, LEVELS, SOLVE)",
+    "inverse": lambda n, args: f"_inverse({args[0]}, row, C, LEVELS, SOLVE)",
 }
 
 
@@ -357,7 +359,7 @@ def _block(plan, kernel, loop, nodes, inline, bound, writer, results, signature)
     todo = [n for n in nodes if n not in inline and n not in covered]
     # What a tree does not need comes after it: everything alive during the walk is held in registers.
     trees = [n for n in todo if n.op in TREE or n in sums.values()]
-    first = set(topological([a for n in trees for a in _operands(n, sums)]))
+    first = set(topological([a for n in trees for a in _operands(n, sums)], frozenset(loads)))
     while todo:
         ready = [n for n in todo if all(_available(a, local, inline, loads) for a in _operands(n, sums))]
         plain = [n for n in ready if n.op not in TREE and n not in sums.values()]
@@ -441,8 +443,11 @@ def _tree(plan: Plan, group: list[tuple[str, int, Node]], local: Mapping[Node, s
 
     grams, dxs, dys = [], [], []
     decayed: dict[tuple[str, str], str] = {}
+    label: dict[str, str] = {}  # a name for each operand, since one may be an expression
+    cotangents: dict[str, str] = {}
 
     def operand(expression: str, side: str) -> str:
+        label.setdefault(expression, f"operand_{len(label)}")
         return decayed.setdefault((expression, side), f"decayed_{len(decayed)}")
 
     for name, sign, n in group:
@@ -451,19 +456,25 @@ def _tree(plan: Plan, group: list[tuple[str, int, Node]], local: Mapping[Node, s
         entry = {"name": name, "strict": n.attr("strict"), "side": side, "assign": "+=" if sign > 0 else "-="}
         entry["equation"] = f"{name} {entry['assign'] if sign < 0 else '='} {show(n, writer.names)}"
         if n.op == "gram":
-            grams.append(entry | {"x": first, "y": second, "left": operand(first, side), "right": operand(second, "decay")})
-        elif n.op == "gram_dx":
-            dxs.append(entry | {"d": first, "right": operand(second, "decay")})
+            entry |= {"left": operand(first, side), "right": operand(second, "decay")}
+            grams.append(entry | {"x": label[first], "y": label[second]})
+            continue
+        entry["d"] = cotangents.setdefault(first, f"cotangent_{len(cotangents)}")
+        if n.op == "gram_dx":
+            dxs.append(entry | {"right": operand(second, "decay")})
         else:
-            dys.append(entry | {"d": first, "left": operand(second, side)})
+            dys.append(entry | {"left": operand(second, side)})
     info = {
         "g": text(group[0][2].args[2]),
         "parts": "GATE_PARTS",
-        "decayed": [(label, expression, side) for (expression, side), label in decayed.items()],
-        "cotangents": list({d["d"]: None for d in (*dxs, *dys)}),
+        "decayed": [(name, expression, side) for (expression, side), name in decayed.items()],
+        "label": label,
+        "operands": [(name, expression) for expression, name in label.items()],
+        "cotangents": [(name, expression) for expression, name in cotangents.items()],
         "grams": grams,
         "dxs": dxs,
         "dys": dys,
+        "sums": list(dict.fromkeys(n["name"] for n in (*dxs, *dys))),
         "before": any(n.attr("left") == "before" for _, _, n in group),
     }
     return Line("tree", "", info=info)

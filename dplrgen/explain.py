@@ -33,6 +33,7 @@ _ABOUT: Mapping[str, str] = {
     "pad": "zeros where the tail of a sequence would be read",
 }
 
+_BLOCK = 16
 _KINDS = ("tile", "tree", "inverse", "sums")
 
 
@@ -97,12 +98,17 @@ def _matmul(n: Node, sizes: Sizes) -> Work:
 
 
 def _tree(n: Node, sizes: Sizes) -> Work:
-    return Work(n, "tree", sizes.levels, sizes.levels * 2 * sizes.elements(("C", "C", "K")))
+    return Work(n, "tree", sizes.levels, sum(2 * sizes.C * side * sizes.K for side in _sides(sizes)))
+
+
+def _sides(sizes: Sizes) -> list[int]:
+    """The side of the tiles that a level multiplies: the lowest levels join tokens of one block of 16."""
+    return [_BLOCK if 2 << level <= _BLOCK else sizes.C for level in range(sizes.levels)]
 
 
 def _inverse(n: Node, sizes: Sizes) -> Work:
-    products = 2 * (sizes.levels - 1)  # the first level is elementwise, a later one multiplies twice
-    return Work(n, "inverse", products, products * 2 * sizes.C**3)
+    # The first level is elementwise, a later one multiplies twice.
+    return Work(n, "inverse", 2 * (sizes.levels - 1), sum(4 * sizes.C * side**2 for side in _sides(sizes)[1:]))
 
 
 def _run(n: Node, sizes: Sizes) -> Work:
@@ -148,9 +154,10 @@ def _walks(nodes: Sequence[Node], sizes: Sizes) -> Iterator[Work]:
             walk = (n.args[2], below)
             walks[walk] = walks.get(walk, False) or n.attr("left") == "before"
     for (log_decay, _), before in walks.items():
+        times = (2 if before else 1) * _parts(log_decay)
+        flops = times * sum(2 * sizes.C * side * sizes.K for side in _sides(sizes))
         sums = sizes.levels * (2 if before else 1)
-        products = sums * _parts(log_decay)
-        yield Work(log_decay, "sums", products, products * 2 * sizes.elements(("C", "C", "K")), exponentials=sums)
+        yield Work(log_decay, "sums", sizes.levels * times, flops, exponentials=sums)
 
 
 def work(kernel: Kernel, sizes: Sizes) -> list[Work]:
@@ -167,9 +174,9 @@ def work(kernel: Kernel, sizes: Sizes) -> list[Work]:
 class Launch:
     """A launch's work and its memory traffic, a chunk and head.
 
-    ``again`` counts the products that an earlier launch has computed too, ``reread`` the bytes that further blocks of
-    value columns, or further loops over blocks, read once more (out of the cache), ``kept`` the part of ``written``
-    that waits for the backward.
+    ``again`` counts the products that were computed before, in this launch or an earlier one, ``reread`` the bytes
+    that further blocks of value columns, or further loops over blocks, read once more (out of the cache), ``kept`` the
+    part of ``written`` that waits for the backward.
     """
 
     name: str
@@ -223,7 +230,8 @@ def launches(
         items = work(kernel, sizes)
         plain = substitute([i.of for i in items], restored or {})
         keys = [(i.kind, plain[i.of]) for i in items]
-        again = sum(i.products for i, k in zip(items, keys, strict=True) if k in seen)
+        before = [key in seen or key in keys[:i] for i, key in enumerate(keys)]
+        again = sum(item.products for item, done in zip(items, before, strict=True) if done)
         out.append(_launch(plan, kernel, items, again, sizes))
         seen = seen.union(keys)
     return tuple(out), seen
@@ -358,8 +366,8 @@ def _lowered(side: Side, sizes: Sizes) -> Iterator[str]:
     yield "  tile      products of tiles as in the program; what the forward saved is read, not formed"
     yield "  tree      a decayed Gram product is one a level; inverse: two a level, but none at the first"
     yield "  0/1 sums  sums over tokens; a bfloat16 gate is one part, a float32 value three"
-    yield "  again     among them, what an earlier launch computed too"
-    yield "Read and written count a value once a launch; reread is what its further blocks read again, out of the cache."
+    yield "  again     among them, what was computed before, in this launch or an earlier one"
+    yield "Read and written count a value once a launch; reread is what further blocks read again, out of the cache."
     kept = sum(launch.kept for launch in side.launches)
     if kept:
         names = ", ".join(side.plan.names[n] for n in side.plan.saved)

@@ -376,7 +376,7 @@ register(Op("matmul", 2, _matmul, "({0}{tx:T} @ {1}{ty:T})", at_zero=_product_at
 register(Op("mask", 1, _square, "mask({0}, strict={strict})", at_zero=lambda x, **a: x))
 # Sums over the tokens i of the chunk, at token r: to i <= r, before i < r, after i > r, from i >= r, all.
 register(Op("run", 1, _running, "sum[{over}]({0})", at_zero=lambda x, **a: x))
-# Its derivatives gram_dx(d, y; g) and gram_dy(d, x; g) take a strictly lower d.
+# Its derivatives gram_dx(d, y; g) and gram_dy(d, x; g) read d below the diagonal only.
 # gram[i, j] = sum_K x_i y_j exp(sum of g over j+1..i), j <= i (j < i if strict). left = before: over j+1..i-1.
 register(Op("gram", 3, _gram, "gram({0}, {1}; {2}, {left}, strict={strict})", at_zero=lambda x, y, g, **a: x * y, cost="product"))
 register(Op("gram_dx", 3, _gram_vjp, "gram_dx({0}, {1}; {2}, {left}, strict={strict})", at_zero=lambda x, y, g, **a: x * y, cost="product"))

@@ -91,6 +91,8 @@ def total(parts: Sequence[tuple[int, Node]], axes: Axes) -> Node:
     ordered = [p for p in parts if p[0] > 0] + [p for p in parts if p[0] < 0]
     if not ordered:
         return zero(axes)
+    if all(sign < 0 for sign, _ in ordered) and len(ordered) > 1:
+        return -total([(1, t) for _, t in ordered], axes)
     signed = [t if sign > 0 else -t for sign, t in ordered]
     out = signed[0]
     for t in signed[1:]:
@@ -487,12 +489,19 @@ def _mask_once(n: Node) -> Node | None:
     return None
 
 
+@rule("mask-inside", "a decayed Gram product's derivatives read the pairs below the diagonal only")
+def _mask_inside(n: Node) -> Node | None:
+    if n.op not in ("gram_dx", "gram_dy") or n.args[0].op != "mask":
+        return None
+    return node(n.op, n.args[0].args[0], *n.args[1:], **dict(n.attrs))
+
+
 @rule("no-erase", "b = 0: I + 0 is the identity")
 def _no_erase(n: Node) -> Node | None:
     return n.args[1] if n.op in ("solve", "solve_t") and is_zero(n.args[0]) else None
 
 
-FOLD = (_merge, _absorb_solve, _no_decay, _mask_once, _no_erase)
+FOLD = (_merge, _absorb_solve, _no_decay, _mask_once, _mask_inside, _no_erase)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -528,11 +537,53 @@ def _merge_factors(n: Node) -> Node | None:
             for s in (0, 1):
                 for t in (0, 1):
                     shared = x.args[s] is y.args[t] and x.args[1 - s].axes == y.args[1 - t].axes
-                    if shared and literal(x.args[s]) is None:
+                    if shared and literal(x.args[s]) is None and not _is_decay(x.args[s]):
                         inner = total([(1, x.args[1 - s]), (si * sm, y.args[1 - t])], x.args[1 - s].axes)
                         rest = [p for u, p in enumerate(parts) if u not in (i, m)]
                         return total([(si, x.args[s] * inner), *rest], n.axes)
     return None
+
+
+def _is_decay(n: Node) -> bool:
+    return n.op == "exp" and n.args[0].op == "run"
+
+
+@rule("distribute-decay", "(x + y) e = x e + y e for a decay e: each product is a gradient of its own")
+def _distribute_decay(n: Node) -> Node | None:
+    if n.op != "mul":
+        return None
+    for i in (0, 1):
+        x, decay = n.args[i], n.args[1 - i]
+        if _is_decay(decay) and x.op == "add" and all(a.axes == n.axes for a in x.args):
+            return total([(sign, t * decay) for sign, t in terms(x)], n.axes)
+    return None
+
+
+@rule("order-factors", "cotangents and decays are multiplied first: that product is a gradient of its own, and shared")
+def _order_factors(n: Node) -> Node | None:
+    if n.op != "mul":
+        return None
+    parts = _gradient_factors(n)
+    late = [p for p in parts if _token_wise(p)]
+    early = [p for p in parts if p not in late]
+    if len(parts) < 3 or not late or len(early) < 2:
+        return None
+    out = product(1, [*early, *late], n.axes)
+    return None if out is n else out
+
+
+def _gradient_factors(n: Node) -> list[Node]:
+    """The factors of a product, with what one token's inputs make left whole."""
+    if n.op != "mul" or _token_wise(n):
+        return [n]
+    return _gradient_factors(n.args[0]) + _gradient_factors(n.args[1])
+
+
+def _token_wise(n: Node) -> bool:
+    """Whether a value is formed from one token's inputs: no cotangent, no running sum."""
+    return all(m.op not in ("run", "matmul", "gram", "gram_dx", "gram_dy") for m in topological([n])) and not any(
+        m.op == "input" and m.attr("name") in ("do", "dS", "S") for m in topological([n])
+    )
 
 
 @rule("gather-trees", "derivatives of decayed Gram products that are summed are summed first, in one order")
@@ -563,7 +614,7 @@ def _sums_within(n: Node) -> set[Node]:
     return out
 
 
-LINEAR = (_merge_linear, _merge_factors, _gather_trees)
+LINEAR = (_distribute_decay, _order_factors, _merge_linear, _merge_factors, _gather_trees)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ launch to a later one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -32,11 +32,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Box:
-    """A kernel: the drawn values in layers, and edges between them by id."""
+    """A kernel: the drawn values in layers, edges between them by id, and the carried value's next and itself."""
 
     title: str
     layers: tuple[tuple[Item, ...], ...]
     edges: tuple[tuple[str, str], ...]
+    carried: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def _box(plan: Plan, kernel: Kernel, drawn: Sequence[Node], ids: Mapping[Node, s
         f"{kernel.name}: {place}{', last chunk first' if kernel.step < 0 else ''}",
         tuple(tuple(items[n] for n in layer) for layer in _untangled(inner, layers)),
         tuple((ids[a], ids[b]) for a, b in inner.edges),
+        () if kernel.state is None else ((ids[kernel.state[1]], ids[kernel.state[0]]),),
     )
 
 
@@ -144,6 +146,7 @@ def mermaid(drawn: Picture) -> str:
             opened, closed = ('(["', '"])') if item.kind == "load" else ('["', '"]')
             lines.append(f"    {item.id}{opened}{_quoted(text)}{closed}")
         lines += [f"    {a} --> {b}" for a, b in box.edges]
+        lines += [f"    {a} -- carried --> {b}" for a, b in box.carried]
         lines.append("  end")
     lines += [f"  {a} -.-> {b}" for a, b in drawn.links]
     return "\n".join(lines) + "\n"
@@ -160,7 +163,7 @@ def _quoted(text: str) -> str:
 
 _CHARACTER, _TEXT, _LINE, _GAP, _ROW_GAP, _PAD = 6.7, 11, 15, 14, 26, 18
 _LONGEST, _WIDEST = 44, 1500.0
-_LEGEND = "blue: products, orange: solves, green edge: stored, dashed: through memory to a later launch"
+_LEGEND = "blue: products, orange: solves, green edge: stored, dashed: through memory, red: to the next chunk"
 _FILL = {"load": "#eef2f7", "product": "#d6e6ff", "solve": "#ffdfc2", "cheap": "#ffffff"}
 
 
@@ -187,6 +190,7 @@ def svg(drawn: Picture) -> str:
         frame = height + _LINE + 2 * _PAD
         parts.append(_frame(box.title, y, inner + 2 * _PAD, frame))
         parts += [_line(inside[a], inside[b], "") for a, b in box.edges]
+        parts += [_return(inside[a], inside[b], inside.values()) for a, b in box.carried]
         y += frame + _ROW_GAP
     parts += [_line(places[a], places[b], ' stroke-dasharray="4 3"') for a, b in drawn.links]
     parts += [line for place in places.values() for line in _drawing(place)]
@@ -247,7 +251,7 @@ def _size(item: Item) -> tuple[float, float]:
 
 
 def _elided(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _frame(title: str, y: float, width: float, height: float) -> str:
@@ -262,6 +266,14 @@ def _line(a: _Place, b: _Place, style: str) -> str:
     bend = max(14.0, (y1 - y0) / 3)
     path = f"M{x0:.1f} {y0:.1f} C{x0:.1f} {y0 + bend:.1f} {x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1:.1f}"
     return f'<path d="{path}" fill="none" stroke="#667" stroke-opacity="0.55"{style} marker-end="url(#arrow)"/>'
+
+
+def _return(a: _Place, b: _Place, around: Iterable[_Place]) -> str:
+    """A carried value's way back to the top, right of all that lies between."""
+    x0, y0, x1, y1 = a.x + a.width, a.y + a.height / 2, b.x + b.width / 2, b.y
+    x = max(place.x + place.width for place in around) + _PAD / 2
+    path = f"M{x0:.1f} {y0:.1f} L{x:.1f} {y0:.1f} L{x:.1f} {y1 - 10:.1f} L{x1:.1f} {y1 - 10:.1f} L{x1:.1f} {y1:.1f}"
+    return f'<path d="{path}" fill="none" stroke="#b3261e" marker-end="url(#arrow)"/>'
 
 
 def _drawing(place: _Place) -> Iterator[str]:

@@ -207,6 +207,8 @@ def _placement(program: Program, stage: dict[Node, int], cheap: set[Node]) -> di
     for n in reversed(order):
         mates = [r for r in readers.get(n, []) if stage[r] == stage[n]]
         sinkable = OPS[n.op].cost == "cheap" and not has(n, "V") and n not in results and n not in cheap
+        # A value that takes the place of the contraction it reads costs no more to store.
+        sinkable = sinkable and not any(contracts(a) and a.axes == n.axes and readers[a] == [n] for a in n.args)
         if stage[n] % 2 == 0 and sinkable and mates and len(mates) == len(readers[n]):
             part[n] = min(part[r] for r in mates)
     for _, n in program.outputs:  # results without a value axis wait, so that they are written in one place
@@ -312,6 +314,7 @@ def _phases(body: list[Node], loops: tuple[str, ...]) -> tuple[Phase, ...]:
                 same = walk[n] == walk[a] and not (walk[a] and contracts(a, walk[a]))
                 first = max(first, number[a] + (0 if same or not walk[a] else 1))
         number[n] = first + ((first + 1) % 2 if walk[n] else first % 2)
+    _put_off(body, walk, number)
     phases: list[Phase] = []
     for p in range(max(number.values(), default=0) + 1):
         for axis in ("", *loops):
@@ -323,6 +326,17 @@ def _phases(body: list[Node], loops: tuple[str, ...]) -> tuple[Phase, ...]:
                 raise IRError(f"a product would be needed in two loops over {axis} of one kernel")
             phases.append(Phase(axis, tuple(n for n in body if n in again or n in mine)))
     return tuple(phases)
+
+
+def _put_off(body: list[Node], walk: Mapping[Node, str], number: dict[Node, int]) -> None:
+    """Move what stands between loops to just before it is read: nothing is held through a loop that does not use it."""
+    readers: dict[Node, list[Node]] = {}
+    for n in body:
+        for a in n.args:
+            readers.setdefault(a, []).append(n)
+    for n in reversed(body):
+        if not walk[n] and n in readers:
+            number[n] = max(number[n], min(number[r] - number[r] % 2 for r in readers[n]))
 
 
 def _with_service(program: Program, kernels: list[Kernel]) -> list[Kernel]:

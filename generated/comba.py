@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program 357e1d27:
+# Comba: the erase key is an input of its own, program 4399bbbc:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba"]
 
-_NAME = "comba_357e1d27"
+_NAME = "comba_4399bbbc"
 
 
 def _jit(function: Any) -> Any:
@@ -111,6 +111,45 @@ def _sums(keep, x, PARTS: tl.constexpr):
     return out
 
 
+# Running sums of gradients: the same, but a difference of two sums will do.
+
+
+@_jit
+def _running_to(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_to(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0)
+    return out
+
+
+@_jit
+def _running_before(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_before(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0) - x
+    return out
+
+
+@_jit
+def _running_after(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_after(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True) - x
+    return out
+
+
+@_jit
+def _running_from(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_from(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True)
+    return out
+
+
 @_jit
 def _sums_of_numbers(keep, x):
     """The same for one number a token."""
@@ -152,12 +191,74 @@ def _reach(c, level, BEFORE: tl.constexpr):
     return ((r >> level) == (m >> level)) & ((second & up) | ((second == 0) & (m > r)))
 
 
+# The four lowest levels of a tree join tokens of one block of 16, so they are products of 16 x 16 tiles: [C/16, 16, ..].
+
+
 @_jit
-def _inverse(n, c, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _blocks(x, C: tl.constexpr, N: tl.constexpr):
+    return tl.reshape(x, [C // 16, 16, N])
+
+
+@_jit
+def _block_zeros(C: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([C // 16, 16, N], tl.float32)
+
+
+@_jit
+def _block_diagonals(x):
+    """[C/16, 16] on the diagonals of [C/16, 16, 16]."""
+    lane = tl.arange(0, 16)
+    return tl.where((lane[:, None] == lane[None, :])[None, :, :], x[:, :, None], 0.0)
+
+
+@_jit
+def _diagonal_blocks(x, C: tl.constexpr):
+    """The 16 x 16 blocks on the diagonal of a [C, C] tile."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(x, [C // 16, 16, C // 16, 16]), 0.0), 2)
+
+
+@_jit
+def _from_blocks(x, C: tl.constexpr):
+    """A [C, C] tile with the given blocks on its diagonal."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
+
+
+@_jit
+def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
+    """_sums within each block of 16 tokens."""
+    ones = tl.broadcast_to(tl.where(keep, 1.0, 0.0)[None, :, :], [C // 16, 16, 16])
+    if PARTS == 0:
+        out = tl.dot(ones, x, input_precision="ieee")
+    else:
+        ones = ones.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        out = tl.dot(ones, part)
+        if PARTS > 1:
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            out = tl.dot(ones, part, out)
+        if PARTS > 2:
+            x = x - part.to(tl.float32)
+            out = tl.dot(ones, x.to(tl.bfloat16), out)
+    return out
+
+
+@_jit
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
-    e = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(_edge(c, 0), n, 0.0)
-    for level in range(1, LEVELS):
-        below = tl.where(_edge(c, level), n, 0.0)
+    lane = tl.arange(0, 16)
+    n_16 = _diagonal_blocks(n, C)
+    e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
+    for level in range(1, 4):
+        below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
+        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+    e = _from_blocks(e_16, C)
+    for level in range(4, LEVELS):
+        below = tl.where(_edge(row, level), n, 0.0)
         e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
     return e
 
@@ -216,7 +317,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -230,10 +331,6 @@ def _forward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x = pair(g, to, strict=False)
-    x = _pairs(g, row, False, False, GATE_PARTS)
-    # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, row, False, True, GATE_PARTS)
     # x9 = sum[to](g)
     x9 = _sums_of_numbers(_keep_to(row), g)
     # x10 = exp(x9)
@@ -276,11 +373,15 @@ def _forward_prepare(
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x7 = beta * v
         x7 = beta[:, None] * v
+    # x = pair(g, to, strict=False)
+    x = _pairs(g, row, False, False, GATE_PARTS)
     # Aqa = x * x3
     Aqa = x * x3
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs(g, row, False, True, GATE_PARTS)
     # E = inverse((beta * (x4 * x5)))
-    E = _inverse((beta[:, None] * (x4 * x5)), row, LEVELS, SOLVE)
+    E = _inverse((beta[:, None] * (x4 * x5)), row, C, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -325,7 +426,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -396,7 +497,7 @@ def _backward_prepare(
     U_out,
     W_out,
     AT_out,
-    x24_out,
+    x23_out,
     Gc_out,
     QL_out,
     scale,
@@ -414,7 +515,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -432,14 +533,14 @@ def _backward_prepare(
     x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    # x16 = sum[after](g)
-    x16 = _sums_of_numbers(_keep_after(row), g)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
-    # x56 = sum[all](g)
-    x56 = tl.sum(g, 0)
-    # Gc = exp(x56)
-    Gc = tl.exp(x56)
+    # x15 = sum[after](g)
+    x15 = _sums_of_numbers(_keep_after(row), g)
+    # x16 = exp(x15)
+    x16 = tl.exp(x15)
+    # x54 = sum[all](g)
+    x54 = tl.sum(g, 0)
+    # Gc = exp(x54)
+    Gc = tl.exp(x54)
     tl.store(Gc_out + tile, Gc)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
@@ -451,8 +552,8 @@ def _backward_prepare(
         W = _dot(E, ((beta[:, None] * p) * x2[:, None]), DOT, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # AT = k * x17
-        AT = k * x17[:, None]
+        # AT = k * x16
+        AT = k * x16[:, None]
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
@@ -467,9 +568,9 @@ def _backward_prepare(
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x24 = Aqa^T @ do
-        x24 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x24_out + tile * C * V, x24, row, col_v, V, C, V, V % BV == 0)
+        # x23 = Aqa^T @ do
+        x23 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x23_out + tile * C * V, x23, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -497,7 +598,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -532,11 +633,11 @@ def _backward_scan(
         Vnew = U + (-x7)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x67 = AT^T @ Vnew
-        x67 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        # x65 = AT^T @ Vnew
+        x65 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x67 + (S * Gc)
-        S_next = x67 + (S * Gc)
+        # S_next = x65 + (S * Gc)
+        S_next = x65 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -545,7 +646,7 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x24_ptr,
+    x23_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
@@ -569,7 +670,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -597,22 +698,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x23 = AT @ dS
-        x23 = _dot(AT, dS, DOT, PRECISION)
-        x24 = _load_rows(x24_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x23 + x24
-        dVnew = x23 + x24
+        # x22 = AT @ dS
+        x22 = _dot(AT, dS, DOT, PRECISION)
+        x23 = _load_rows(x23_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x22 + x23
+        dVnew = x22 + x23
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x70 = QL^T @ do
-        x70 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x68 = QL^T @ do
+        x68 = _dot(tl.trans(QL), do, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x72 = W^T @ dVnew
-        x72 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        # x70 = W^T @ dVnew
+        x70 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x70) + -x72
-        dS_prev = ((dS * Gc) + x70) + (-x72)
+        # dS_prev = ((dS * Gc) + x68) + -x70
+        dS_prev = ((dS * Gc) + x68) + (-x70)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -626,6 +727,7 @@ def _backward_finish(
     dS_ptr,
     E_ptr,
     dVnew_ptr,
+    g_ptr,
     beta_ptr,
     v_ptr,
     dQL_out,
@@ -633,9 +735,9 @@ def _backward_finish(
     dAT_out,
     x26_out,
     dv_out,
-    x32_out,
-    x55_out,
-    x64_out,
+    x30_out,
+    x53_out,
+    x62_out,
     scale,
     T,
     NT,
@@ -651,7 +753,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -670,11 +772,11 @@ def _backward_finish(
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x26 = tl.zeros([C, C, ], tl.float32)
+    x25 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x32 = tl.zeros([C, BK, ], tl.float32)
-    x55 = tl.zeros([BK, ], tl.float32)
-    x64 = tl.zeros([C, ], tl.float32)
+    x30 = tl.zeros([C, BK, ], tl.float32)
+    x53 = tl.zeros([BK, ], tl.float32)
+    x62 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -689,32 +791,37 @@ def _backward_finish(
         # dAT = Vnew @ dS^T
         dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x25 = E^T @ dVnew
-        x25 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x26 = x25 @ Vnew^T
-        x26 += _dot(x25, tl.trans(Vnew), DOT, PRECISION)
-        # dv = x25 * beta
-        dv = x25 * beta[:, None]
+        # x24 = E^T @ dVnew
+        x24 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x25 = x24 @ Vnew^T
+        x25 += _dot(x24, tl.trans(Vnew), DOT, PRECISION)
+        # dv = x24 * beta
+        dv = x24 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x32 = x25 @ S^T
-        x32 += _dot(x25, tl.trans(S), DOT, PRECISION)
-        # x54 = dS * S
-        x54 = dS * S
-        # x55 = sum_V(x54)
-        x55 += tl.sum(x54, 1)
+        # x30 = x24 @ S^T
+        x30 += _dot(x24, tl.trans(S), DOT, PRECISION)
+        # x52 = dS * S
+        x52 = dS * S
+        # x53 = sum_V(x52)
+        x53 += tl.sum(x52, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x63 = x25 * v
-        x63 = x25 * v
-        # x64 = sum_V(x63)
-        x64 += tl.sum(x63, 1)
+        # x61 = x24 * v
+        x61 = x24 * v
+        # x62 = sum_V(x61)
+        x62 += tl.sum(x61, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
     _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x30_out + tile * C * K, x30, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x53_out + tile * K + col_k, x53, mask=col_k < K)
+    tl.store(x62_out + tile * C + row, x62, mask=row < C)
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs(g, row, False, True, GATE_PARTS)
+    # x26 = x4 * x25
+    x26 = x4 * x25
     _store_rows(x26_out + tile * C * C, x26, row, row, C, C, C, True)
-    _store_rows(x32_out + tile * C * K, x32, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x55_out + tile * K + col_k, x55, mask=col_k < K)
-    tl.store(x64_out + tile * C + row, x64, mask=row < C)
 
 
 @_jit
@@ -728,10 +835,10 @@ def _backward_finish_1(
     x26_ptr,
     beta_ptr,
     p_ptr,
-    x32_ptr,
-    x55_ptr,
+    x30_ptr,
+    x53_ptr,
     Gc_ptr,
-    x64_ptr,
+    x62_ptr,
     dq_out,
     dk_out,
     dp_out,
@@ -752,7 +859,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -770,90 +877,84 @@ def _backward_finish_1(
     x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x9 = mask(dAqa, strict=True)
-    x9 = tl.where(_keep_before(row), dAqa, 0.0)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True, GATE_PARTS)
-    # x10 = x4 * x9
-    x10 = x4 * x9
-    # x12 = diagonal(dAqa)
-    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    # x16 = sum[after](g)
-    x16 = _sums_of_numbers(_keep_after(row), g)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
-    x26 = _load_rows(x26_ptr + tile * C * C, row, row, C, C, C, True)
-    # x27 = mask(x26, strict=True)
-    x27 = tl.where(_keep_before(row), x26, 0.0)
-    # x28 = x4 * x27
-    x28 = x4 * x27
+    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
+    # x9 = x4 * dAqa
+    x9 = x4 * dAqa
+    # x11 = diagonal(dAqa)
+    x11 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    # x15 = sum[after](g)
+    x15 = _sums_of_numbers(_keep_after(row), g)
+    # x16 = exp(x15)
+    x16 = tl.exp(x15)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x42 = tl.zeros([C, ], tl.float32)
-    x50 = tl.zeros([C, ], tl.float32)
+    x26 = _load_rows(x26_ptr + tile * C * C, row, row, C, C, C, True)
+    x40 = tl.zeros([C, ], tl.float32)
+    x48 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
-    x60 = tl.zeros([C, ], tl.float32)
-    x66 = tl.zeros([C, ], tl.float32)
+    x58 = tl.zeros([C, ], tl.float32)
+    x64 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x11 = x10 @ k
-        x11 = _dot(x10, k, DOT, PRECISION)
+        # x10 = x9 @ k
+        x10 = _dot(x9, k, DOT, PRECISION)
         dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
-        dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
+        # dq = ((dQL * x2) + (x10 + (x11 * k))) * scale
+        dq = ((dQL * x2[:, None]) + (x10 + (x11[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x19 = scale * q
-        x19 = scale * q
-        # x22 = x10^T @ x19
-        x22 = _dot(tl.trans(x10), x19, DOT, PRECISION)
+        # x18 = scale * q
+        x18 = scale * q
+        # x21 = x9^T @ x18
+        x21 = _dot(tl.trans(x9), x18, DOT, PRECISION)
         p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x6 = beta * p
         x6 = beta[:, None] * p
-        # x29 = x28^T @ x6
-        x29 = _dot(tl.trans(x28), x6, DOT, PRECISION)
-        # x31 = x22 + -x29
-        x31 = x22 + (-x29)
+        # x27 = x26^T @ x6
+        x27 = _dot(tl.trans(x26), x6, DOT, PRECISION)
+        # x29 = x21 + -x27
+        x29 = x21 + (-x27)
         dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((dAT * x17) + (x12 * x19)) + x31
-        dk = ((dAT * x17[:, None]) + (x12[:, None] * x19)) + x31
+        # dk = ((dAT * x16) + (x11 * x18)) + x29
+        dk = ((dAT * x16[:, None]) + (x11[:, None] * x18)) + x29
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x35 = x28 @ k
-        x35 = _dot(x28, k, DOT, PRECISION)
-        x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x37 = -(x32 * x2) + -x35
-        x37 = (-(x32 * x2[:, None])) + (-x35)
-        # dp = x37 * beta
-        dp = x37 * beta[:, None]
+        # x33 = x26 @ k
+        x33 = _dot(x26, k, DOT, PRECISION)
+        x30 = _load_rows(x30_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x35 = -(x30 * x2) + -x33
+        x35 = (-(x30 * x2[:, None])) + (-x33)
+        # dp = x35 * beta
+        dp = x35 * beta[:, None]
         if NEED & 8:
             _store_rows(dp_out + ((batch * T + start) * HV + head_v) * K, dp, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x42 = sum_K(((dQL * x19) + -(x32 * x6)))
-        x42 += tl.sum(((dQL * x19) + (-(x32 * x6))), 1)
-        # x50 = sum_K((((x6 * x35) + (k * x31)) + -(x19 * x11)))
-        x50 += tl.sum((((x6 * x35) + (k * x31)) + (-(x19 * x11))), 1)
-        x55 = tl.load(x55_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x55)
-        dGc += tl.sum(x55, 0)
-        # x60 = sum_K((dAT * k))
-        x60 += tl.sum((dAT * k), 1)
-        # x66 = sum_K((x37 * p))
-        x66 += tl.sum((x37 * p), 1)
-    # x53 = sum[from](((x42 * x2) + -x50))
-    x53 = _sums_of_numbers(_keep_from(row), ((x42 * x2) + (-x50)))
-    # x62 = sum[before]((x60 * x17))
-    x62 = _sums_of_numbers(_keep_before(row), (x60 * x17))
+        # x40 = sum_K(((dQL * x18) + -(x30 * x6)))
+        x40 += tl.sum(((dQL * x18) + (-(x30 * x6))), 1)
+        # x48 = sum_K((((x6 * x33) + (k * x29)) + -(x18 * x10)))
+        x48 += tl.sum((((x6 * x33) + (k * x29)) + (-(x18 * x10))), 1)
+        x53 = tl.load(x53_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x53)
+        dGc += tl.sum(x53, 0)
+        # x58 = sum_K((dAT * k))
+        x58 += tl.sum((dAT * k), 1)
+        # x64 = sum_K((x35 * p))
+        x64 += tl.sum((x35 * p), 1)
+    # x51 = sum[from](((x40 * x2) + -x48))
+    x51 = _sums_of_numbers(_keep_from(row), ((x40 * x2) + (-x48)))
+    # x60 = sum[before]((x58 * x16))
+    x60 = _sums_of_numbers(_keep_before(row), (x58 * x16))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x53 + (dGc * Gc)) + x62
-    dg = (x53 + (dGc * Gc)) + x62
+    # dg = (x51 + (dGc * Gc)) + x60
+    dg = (x51 + (dGc * Gc)) + x60
     if NEED & 16:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    x64 = tl.load(x64_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x64 + x66
-    dbeta = x64 + x66
+    x62 = tl.load(x62_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x62 + x64
+    dbeta = x62 + x64
     if NEED & 32:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -961,7 +1062,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
-        "SUM_PARTS": 3 * parts,
+        "EXACT": wide,
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
@@ -1099,7 +1200,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x24 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x23 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1117,7 +1218,7 @@ def _backward_triton(
                 U,
                 W,
                 AT,
-                x24,
+                x23,
                 Gc,
                 QL,
                 scale,
@@ -1163,7 +1264,7 @@ def _backward_triton(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x24,
+                x23,
                 Gc,
                 QL,
                 do,
@@ -1189,9 +1290,9 @@ def _backward_triton(
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x26 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x32 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x55 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x64 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x30 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x53 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x62 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1201,6 +1302,7 @@ def _backward_triton(
                 kept_dS,
                 E,
                 dVnew,
+                g,
                 beta,
                 v,
                 dQL,
@@ -1208,9 +1310,9 @@ def _backward_triton(
                 dAT,
                 x26,
                 dv,
-                x32,
-                x55,
-                x64,
+                x30,
+                x53,
+                x62,
                 scale,
                 T,
                 NT,
@@ -1234,10 +1336,10 @@ def _backward_triton(
                 x26,
                 beta,
                 p,
-                x32,
-                x55,
+                x30,
+                x53,
                 Gc,
-                x64,
+                x62,
                 dq,
                 dk,
                 dp,
@@ -1408,10 +1510,6 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, p, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, p, g, beta,))
-    # x = pair(g, to, strict=False)
-    x = _pairs_of(g, False, False)
-    # x4 = pair(g, to, strict=True)
-    x4 = _pairs_of(g, False, True)
     # x9 = sum[to](g)
     x9 = _run(g[..., None], 'to')[..., 0]
     # x10 = exp(x9)
@@ -1432,8 +1530,12 @@ def _forward_torch(
     QL = x2 * x10[..., :, None]
     # AT = k * exp(x15)
     AT = k * torch.exp(x15)[..., :, None]
+    # x = pair(g, to, strict=False)
+    x = _pairs_of(g, False, False)
     # Aqa = x * x3
     Aqa = x * x3
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs_of(g, False, True)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse_of((beta[..., :, None] * (x4 * x5)))
     # W = E @ ((beta * p) * x10)
@@ -1503,31 +1605,31 @@ def _backward_torch(
     x = _run(g[..., None], 'to')[..., 0]
     # x2 = exp(x)
     x2 = torch.exp(x)
-    # x16 = sum[after](g)
-    x16 = _run(g[..., None], 'after')[..., 0]
-    # x17 = exp(x16)
-    x17 = torch.exp(x16)
-    # x56 = sum[all](g)
-    x56 = g.sum(-1)
-    # Gc = exp(x56)
-    Gc = torch.exp(x56)
+    # x15 = sum[after](g)
+    x15 = _run(g[..., None], 'after')[..., 0]
+    # x16 = exp(x15)
+    x16 = torch.exp(x15)
+    # x54 = sum[all](g)
+    x54 = g.sum(-1)
+    # Gc = exp(x54)
+    Gc = torch.exp(x54)
     # x6 = beta * p
     x6 = beta[..., :, None] * p
     # W = E @ (x6 * x2)
     W = E @ (x6 * x2[..., :, None])
-    # AT = k * x17
-    AT = k * x17[..., :, None]
+    # AT = k * x16
+    AT = k * x16[..., :, None]
     if needs & 126:
-        # x19 = scale * q
-        x19 = scale * q
-        # QL = x19 * x2
-        QL = x19 * x2[..., :, None]
+        # x18 = scale * q
+        x18 = scale * q
+        # QL = x18 * x2
+        QL = x18 * x2[..., :, None]
     if needs & 59:
         # U = E @ (beta * v)
         U = E @ (beta[..., :, None] * v)
     if needs & 126:
-        # x24 = Aqa^T @ do
-        x24 = Aqa.mT @ do
+        # x23 = Aqa^T @ do
+        x23 = Aqa.mT @ do
     if needs & 59:
         S = state
         Vnew_all: list[Tensor] = []
@@ -1542,10 +1644,10 @@ def _backward_torch(
             x7 = W_here @ S
             # Vnew = U + -x7
             Vnew = U_here + (-x7)
-            # x67 = AT^T @ Vnew
-            x67 = AT_here.mT @ Vnew
-            # S_next = x67 + (S * Gc)
-            S_next = x67 + (S * Gc_here[..., None, None])
+            # x65 = AT^T @ Vnew
+            x65 = AT_here.mT @ Vnew
+            # S_next = x65 + (S * Gc)
+            S_next = x65 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1557,22 +1659,22 @@ def _backward_torch(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x24_here = x24[:, chunk]
+            x23_here = x23[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             W_here = W[:, chunk]
             kept_dS_all.append(dS)
-            # x23 = AT @ dS
-            x23 = AT_here @ dS
-            # dVnew = x23 + x24
-            dVnew = x23 + x24_here
-            # x70 = QL^T @ do
-            x70 = QL_here.mT @ do_here
-            # x72 = W^T @ dVnew
-            x72 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x70) + -x72
-            dS_prev = ((dS * Gc_here[..., None, None]) + x70) + (-x72)
+            # x22 = AT @ dS
+            x22 = AT_here @ dS
+            # dVnew = x22 + x23
+            dVnew = x22 + x23_here
+            # x68 = QL^T @ do
+            x68 = QL_here.mT @ do_here
+            # x70 = W^T @ dVnew
+            x70 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x68) + -x70
+            dS_prev = ((dS * Gc_here[..., None, None]) + x68) + (-x70)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -1588,91 +1690,86 @@ def _backward_torch(
         # dAT = Vnew @ dS^T
         dAT = Vnew @ dS.mT
     if needs & 62:
-        # x25 = E^T @ dVnew
-        x25 = E.mT @ dVnew
+        # x24 = E^T @ dVnew
+        x24 = E.mT @ dVnew
     if needs & 58:
-        # x26 = x25 @ Vnew^T
-        x26 = x25 @ Vnew.mT
+        # x25 = x24 @ Vnew^T
+        x25 = x24 @ Vnew.mT
     if needs & 4:
-        # dv = x25 * beta
-        dv = x25 * beta[..., :, None]
+        # dv = x24 * beta
+        dv = x24 * beta[..., :, None]
     if needs & 56:
-        # x32 = x25 @ S^T
-        x32 = x25 @ S.mT
+        # x30 = x24 @ S^T
+        x30 = x24 @ S.mT
     if needs & 16:
-        # x54 = dS * S
-        x54 = dS * S
-        # x55 = sum_V(x54)
-        x55 = x54.sum(-1)
+        # x52 = dS * S
+        x52 = dS * S
+        # x53 = sum_V(x52)
+        x53 = x52.sum(-1)
     if needs & 32:
-        # x63 = x25 * v
-        x63 = x25 * v
-        # x64 = sum_V(x63)
-        x64 = x63.sum(-1)
-    if needs & 19:
-        # x9 = mask(dAqa, strict=True)
-        x9 = torch.tril(dAqa, -1)
+        # x61 = x24 * v
+        x61 = x24 * v
+        # x62 = sum_V(x61)
+        x62 = x61.sum(-1)
     if needs & 59:
         # x4 = pair(g, to, strict=True)
         x4 = _pairs_of(g, False, True)
-    if needs & 19:
-        # x10 = x4 * x9
-        x10 = x4 * x9
-    if needs & 3:
-        # x12 = diagonal(dAqa)
-        x12 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 58:
-        # x27 = mask(x26, strict=True)
-        x27 = torch.tril(x26, -1)
-        # x28 = x4 * x27
-        x28 = x4 * x27
+        # x26 = x4 * x25
+        x26 = x4 * x25
+    if needs & 19:
+        # x9 = x4 * dAqa
+        x9 = x4 * dAqa
+    if needs & 3:
+        # x11 = diagonal(dAqa)
+        x11 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 17:
-        # x11 = x10 @ k
-        x11 = x10 @ k
+        # x10 = x9 @ k
+        x10 = x9 @ k
     if needs & 1:
-        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
-        dq = ((dQL * x2[..., :, None]) + (x11 + (x12[..., :, None] * k))) * scale
+        # dq = ((dQL * x2) + (x10 + (x11 * k))) * scale
+        dq = ((dQL * x2[..., :, None]) + (x10 + (x11[..., :, None] * k))) * scale
     if needs & 18:
-        # x22 = x10^T @ x19
-        x22 = x10.mT @ x19
-        # x29 = x28^T @ x6
-        x29 = x28.mT @ x6
-        # x31 = x22 + -x29
-        x31 = x22 + (-x29)
+        # x21 = x9^T @ x18
+        x21 = x9.mT @ x18
+        # x27 = x26^T @ x6
+        x27 = x26.mT @ x6
+        # x29 = x21 + -x27
+        x29 = x21 + (-x27)
     if needs & 2:
-        # dk = ((dAT * x17) + (x12 * x19)) + x31
-        dk = ((dAT * x17[..., :, None]) + (x12[..., :, None] * x19)) + x31
+        # dk = ((dAT * x16) + (x11 * x18)) + x29
+        dk = ((dAT * x16[..., :, None]) + (x11[..., :, None] * x18)) + x29
     if needs & 56:
-        # x35 = x28 @ k
-        x35 = x28 @ k
+        # x33 = x26 @ k
+        x33 = x26 @ k
     if needs & 40:
-        # x37 = -(x32 * x2) + -x35
-        x37 = (-(x32 * x2[..., :, None])) + (-x35)
+        # x35 = -(x30 * x2) + -x33
+        x35 = (-(x30 * x2[..., :, None])) + (-x33)
     if needs & 8:
-        # dp = x37 * beta
-        dp = x37 * beta[..., :, None]
+        # dp = x35 * beta
+        dp = x35 * beta[..., :, None]
     if needs & 16:
-        # x42 = sum_K(((dQL * x19) + -(x32 * x6)))
-        x42 = ((dQL * x19) + (-(x32 * x6))).sum(-1)
-        # x50 = sum_K((((x6 * x35) + (k * x31)) + -(x19 * x11)))
-        x50 = (((x6 * x35) + (k * x31)) + (-(x19 * x11))).sum(-1)
-        # dGc = sum_K(x55)
-        dGc = x55.sum(-1)
-        # x60 = sum_K((dAT * k))
-        x60 = (dAT * k).sum(-1)
+        # x40 = sum_K(((dQL * x18) + -(x30 * x6)))
+        x40 = ((dQL * x18) + (-(x30 * x6))).sum(-1)
+        # x48 = sum_K((((x6 * x33) + (k * x29)) + -(x18 * x10)))
+        x48 = (((x6 * x33) + (k * x29)) + (-(x18 * x10))).sum(-1)
+        # dGc = sum_K(x53)
+        dGc = x53.sum(-1)
+        # x58 = sum_K((dAT * k))
+        x58 = (dAT * k).sum(-1)
     if needs & 32:
-        # x66 = sum_K((x37 * p))
-        x66 = (x37 * p).sum(-1)
+        # x64 = sum_K((x35 * p))
+        x64 = (x35 * p).sum(-1)
     if needs & 16:
-        # x53 = sum[from](((x42 * x2) + -x50))
-        x53 = _run(((x42 * x2) + (-x50))[..., None], 'from')[..., 0]
-        # x62 = sum[before]((x60 * x17))
-        x62 = _run((x60 * x17)[..., None], 'before')[..., 0]
-        # dg = (x53 + (dGc * Gc)) + x62
-        dg = (x53 + (dGc * Gc)[..., None]) + x62
+        # x51 = sum[from](((x40 * x2) + -x48))
+        x51 = _run(((x40 * x2) + (-x48))[..., None], 'from')[..., 0]
+        # x60 = sum[before]((x58 * x16))
+        x60 = _run((x58 * x16)[..., None], 'before')[..., 0]
+        # dg = (x51 + (dGc * Gc)) + x60
+        dg = (x51 + (dGc * Gc)[..., None]) + x60
     if needs & 32:
-        # dbeta = x64 + x66
-        dbeta = x64 + x66
+        # dbeta = x62 + x64
+        dbeta = x62 + x64
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program 9e0aaf80:
+# the delta rule, no decay, program c2c44876:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta"]
 
-_NAME = "delta_9e0aaf80"
+_NAME = "delta_c2c44876"
 
 
 def _jit(function: Any) -> Any:
@@ -109,6 +109,45 @@ def _sums(keep, x, PARTS: tl.constexpr):
     return out
 
 
+# Running sums of gradients: the same, but a difference of two sums will do.
+
+
+@_jit
+def _running_to(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_to(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0)
+    return out
+
+
+@_jit
+def _running_before(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_before(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0) - x
+    return out
+
+
+@_jit
+def _running_after(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_after(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True) - x
+    return out
+
+
+@_jit
+def _running_from(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_from(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True)
+    return out
+
+
 @_jit
 def _sums_of_numbers(keep, x):
     """The same for one number a token."""
@@ -150,12 +189,74 @@ def _reach(c, level, BEFORE: tl.constexpr):
     return ((r >> level) == (m >> level)) & ((second & up) | ((second == 0) & (m > r)))
 
 
+# The four lowest levels of a tree join tokens of one block of 16, so they are products of 16 x 16 tiles: [C/16, 16, ..].
+
+
 @_jit
-def _inverse(n, c, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _blocks(x, C: tl.constexpr, N: tl.constexpr):
+    return tl.reshape(x, [C // 16, 16, N])
+
+
+@_jit
+def _block_zeros(C: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([C // 16, 16, N], tl.float32)
+
+
+@_jit
+def _block_diagonals(x):
+    """[C/16, 16] on the diagonals of [C/16, 16, 16]."""
+    lane = tl.arange(0, 16)
+    return tl.where((lane[:, None] == lane[None, :])[None, :, :], x[:, :, None], 0.0)
+
+
+@_jit
+def _diagonal_blocks(x, C: tl.constexpr):
+    """The 16 x 16 blocks on the diagonal of a [C, C] tile."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(x, [C // 16, 16, C // 16, 16]), 0.0), 2)
+
+
+@_jit
+def _from_blocks(x, C: tl.constexpr):
+    """A [C, C] tile with the given blocks on its diagonal."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
+
+
+@_jit
+def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
+    """_sums within each block of 16 tokens."""
+    ones = tl.broadcast_to(tl.where(keep, 1.0, 0.0)[None, :, :], [C // 16, 16, 16])
+    if PARTS == 0:
+        out = tl.dot(ones, x, input_precision="ieee")
+    else:
+        ones = ones.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        out = tl.dot(ones, part)
+        if PARTS > 1:
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            out = tl.dot(ones, part, out)
+        if PARTS > 2:
+            x = x - part.to(tl.float32)
+            out = tl.dot(ones, x.to(tl.bfloat16), out)
+    return out
+
+
+@_jit
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
-    e = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(_edge(c, 0), n, 0.0)
-    for level in range(1, LEVELS):
-        below = tl.where(_edge(c, level), n, 0.0)
+    lane = tl.arange(0, 16)
+    n_16 = _diagonal_blocks(n, C)
+    e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
+    for level in range(1, 4):
+        below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
+        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+    e = _from_blocks(e_16, C)
+    for level in range(4, LEVELS):
+        below = tl.where(_edge(row, level), n, 0.0)
         e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
     return e
 
@@ -210,7 +311,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -250,7 +351,7 @@ def _forward_prepare(
     # Abk = mask(x2, strict=True)
     Abk = tl.where(_keep_before(row), x2, 0.0)
     # E = inverse(Abk)
-    E = _inverse(Abk, row, LEVELS, SOLVE)
+    E = _inverse(Abk, row, C, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -294,7 +395,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -378,7 +479,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -442,7 +543,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -512,7 +613,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -571,10 +672,10 @@ def _backward_finish(
     beta_ptr,
     v_ptr,
     x_out,
-    dAqa_out,
+    x5_out,
     x7_out,
-    x11_out,
-    x16_out,
+    x12_out,
+    x17_out,
     dv_out,
     x24_out,
     scale,
@@ -592,7 +693,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -645,22 +746,28 @@ def _backward_finish(
         # x24 = sum_V(x23)
         x24 += tl.sum(x23, 1)
     _store_rows(x_out + tile * C * K, x, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
     _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x11_out + tile * C * C, x11, row, row, C, C, C, True)
-    _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
     tl.store(x24_out + tile * C + row, x24, mask=row < C)
+    # x5 = mask(dAqa, strict=False)
+    x5 = tl.where(_keep_to(row), dAqa, 0.0)
+    _store_rows(x5_out + tile * C * C, x5, row, row, C, C, C, True)
+    # x12 = mask(x11, strict=True)
+    x12 = tl.where(_keep_before(row), x11, 0.0)
+    _store_rows(x12_out + tile * C * C, x12, row, row, C, C, C, True)
+    # x17 = -x16
+    x17 = -x16
+    _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
 def _backward_finish_1(
-    dAqa_ptr,
+    x5_ptr,
     k_ptr,
     x_ptr,
-    x11_ptr,
+    x12_ptr,
     beta_ptr,
     x7_ptr,
-    x16_ptr,
+    x17_ptr,
     q_ptr,
     x24_ptr,
     dq_out,
@@ -681,7 +788,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -694,12 +801,8 @@ def _backward_finish_1(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x5 = mask(dAqa, strict=False)
-    x5 = tl.where(_keep_to(row), dAqa, 0.0)
-    x11 = _load_rows(x11_ptr + tile * C * C, row, row, C, C, C, True)
-    # x12 = mask(x11, strict=True)
-    x12 = tl.where(_keep_before(row), x11, 0.0)
+    x5 = _load_rows(x5_ptr + tile * C * C, row, row, C, C, C, True)
+    x12 = _load_rows(x12_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     x26 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
@@ -717,9 +820,9 @@ def _backward_finish_1(
         x13 = _dot(tl.trans(x12), (beta[:, None] * k), DOT, PRECISION)
         # x18 = x12 @ k
         x18 = _dot(x12, k, DOT, PRECISION)
-        x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dBL = -x16 + -x18
-        dBL = (-x16) + (-x18)
+        x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dBL = x17 + -x18
+        dBL = x17 + (-x18)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x22 = x5^T @ (scale * q)
         x22 = _dot(tl.trans(x5), (scale * q), DOT, PRECISION)
@@ -840,7 +943,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
-        "SUM_PARTS": 3 * parts,
+        "EXACT": wide,
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
@@ -1044,10 +1147,10 @@ def _backward_triton(
             )
         if needs & 15:
             x = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x5 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x7 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x11 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x16 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x12 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x24 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
@@ -1061,10 +1164,10 @@ def _backward_triton(
                 beta,
                 v,
                 x,
-                dAqa,
+                x5,
                 x7,
-                x11,
-                x16,
+                x12,
+                x17,
                 dv,
                 x24,
                 scale,
@@ -1081,13 +1184,13 @@ def _backward_triton(
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
-                dAqa,
+                x5,
                 k,
                 x,
-                x11,
+                x12,
                 beta,
                 x7,
-                x16,
+                x17,
                 q,
                 x24,
                 dq,
@@ -1422,6 +1525,8 @@ def _backward_torch(
     if needs & 10:
         # x12 = mask(x11, strict=True)
         x12 = torch.tril(x11, -1)
+        # x17 = -x16
+        x17 = -x16
     if needs & 1:
         # x6 = x5 @ k
         x6 = x5 @ k
@@ -1433,8 +1538,8 @@ def _backward_torch(
     if needs & 10:
         # x18 = x12 @ k
         x18 = x12 @ k
-        # dBL = -x16 + -x18
-        dBL = (-x16) + (-x18)
+        # dBL = x17 + -x18
+        dBL = x17 + (-x18)
     if needs & 2:
         # x22 = x5^T @ QL
         x22 = x5.mT @ QL

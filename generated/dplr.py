@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 1810ad73:
+# gated diagonal plus low rank, the master form, program 8f7ae3c0:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr"]
 
-_NAME = "dplr_1810ad73"
+_NAME = "dplr_8f7ae3c0"
 
 
 def _jit(function: Any) -> Any:
@@ -113,6 +113,45 @@ def _sums(keep, x, PARTS: tl.constexpr):
     return out
 
 
+# Running sums of gradients: the same, but a difference of two sums will do.
+
+
+@_jit
+def _running_to(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_to(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0)
+    return out
+
+
+@_jit
+def _running_before(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_before(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0) - x
+    return out
+
+
+@_jit
+def _running_after(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_after(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True) - x
+    return out
+
+
+@_jit
+def _running_from(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_from(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True)
+    return out
+
+
 @_jit
 def _sums_of_numbers(keep, x):
     """The same for one number a token."""
@@ -154,12 +193,74 @@ def _reach(c, level, BEFORE: tl.constexpr):
     return ((r >> level) == (m >> level)) & ((second & up) | ((second == 0) & (m > r)))
 
 
+# The four lowest levels of a tree join tokens of one block of 16, so they are products of 16 x 16 tiles: [C/16, 16, ..].
+
+
 @_jit
-def _inverse(n, c, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _blocks(x, C: tl.constexpr, N: tl.constexpr):
+    return tl.reshape(x, [C // 16, 16, N])
+
+
+@_jit
+def _block_zeros(C: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([C // 16, 16, N], tl.float32)
+
+
+@_jit
+def _block_diagonals(x):
+    """[C/16, 16] on the diagonals of [C/16, 16, 16]."""
+    lane = tl.arange(0, 16)
+    return tl.where((lane[:, None] == lane[None, :])[None, :, :], x[:, :, None], 0.0)
+
+
+@_jit
+def _diagonal_blocks(x, C: tl.constexpr):
+    """The 16 x 16 blocks on the diagonal of a [C, C] tile."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(x, [C // 16, 16, C // 16, 16]), 0.0), 2)
+
+
+@_jit
+def _from_blocks(x, C: tl.constexpr):
+    """A [C, C] tile with the given blocks on its diagonal."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
+
+
+@_jit
+def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
+    """_sums within each block of 16 tokens."""
+    ones = tl.broadcast_to(tl.where(keep, 1.0, 0.0)[None, :, :], [C // 16, 16, 16])
+    if PARTS == 0:
+        out = tl.dot(ones, x, input_precision="ieee")
+    else:
+        ones = ones.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        out = tl.dot(ones, part)
+        if PARTS > 1:
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            out = tl.dot(ones, part, out)
+        if PARTS > 2:
+            x = x - part.to(tl.float32)
+            out = tl.dot(ones, x.to(tl.bfloat16), out)
+    return out
+
+
+@_jit
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
-    e = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(_edge(c, 0), n, 0.0)
-    for level in range(1, LEVELS):
-        below = tl.where(_edge(c, level), n, 0.0)
+    lane = tl.arange(0, 16)
+    n_16 = _diagonal_blocks(n, C)
+    e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
+    for level in range(1, 4):
+        below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
+        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+    e = _from_blocks(e_16, C)
+    for level in range(4, LEVELS):
+        below = tl.where(_edge(row, level), n, 0.0)
         e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
     return e
 
@@ -222,7 +323,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -253,9 +354,31 @@ def _forward_prepare(
         # Aqa = gram(x, a; g, to, strict=False)
         # N = gram(b, a; g, to, strict=True)
         # Abk = gram(b, k; g, to, strict=True)
-        Aqk += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * a, 1)[:, None], 0.0)
-        for level in range(LEVELS):
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        operand_2_16 = _blocks(a, C, BK)
+        operand_3_16 = _blocks(b, C, BK)
+        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        N_16 = _block_zeros(C, 16)
+        Abk_16 = _block_zeros(C, 16)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            decayed_3 = (operand_3_16 * decay).to(DOT)
+            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+            N_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Abk_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqk += _from_blocks(Aqk_16, C)
+        Aqa += _from_blocks(Aqa_16, C)
+        N += _from_blocks(N_16, C)
+        Abk += _from_blocks(Abk_16, C)
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (x * decay).to(DOT)
@@ -296,7 +419,7 @@ def _forward_prepare(
     if SAVE:
         _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
     # E = inverse(N)
-    E = _inverse(N, row, LEVELS, SOLVE)
+    E = _inverse(N, row, C, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -352,7 +475,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -430,14 +553,14 @@ def _backward_prepare(
     U_out,
     W_out,
     x10_out,
-    x16_out,
+    x14_out,
+    x24_out,
     x26_out,
-    x28_out,
     AT_out,
-    x32_out,
+    x30_out,
     KT_out,
     U2_out,
-    x41_out,
+    x38_out,
     Gc_out,
     QL_out,
     scale,
@@ -455,7 +578,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -485,22 +608,22 @@ def _backward_prepare(
         # W = E @ (b * x3)
         W = _dot(E, (b * x3), DOT, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
-        # x22 = sum[after](g)
-        x22 = _sums(_keep_after(row), g, GATE_PARTS)
-        # x23 = exp(x22)
-        x23 = tl.exp(x22)
+        # x20 = sum[after](g)
+        x20 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x21 = exp(x20)
+        x21 = tl.exp(x20)
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # AT = a * x23
-        AT = a * x23
+        # AT = a * x21
+        AT = a * x21
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # KT = k * x23
-        KT = k * x23
+        # KT = k * x21
+        KT = k * x21
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x83 = sum[all](g)
-        x83 = tl.sum(g, 0)
-        # Gc = exp(x83)
-        Gc = tl.exp(x83)
+        # x73 = sum[all](g)
+        x73 = tl.sum(g, 0)
+        # Gc = exp(x73)
+        Gc = tl.exp(x73)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x3
@@ -521,46 +644,60 @@ def _backward_prepare(
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x31 = Aqa^T @ do
-        x31 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x32 = -x31
-        x32 = -x31
-        _store_rows(x32_out + tile * C * V, x32, row, col_v, V, C, V, V % BV == 0)
-        # x41 = Aqk^T @ do
-        x41 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x41_out + tile * C * V, x41, row, col_v, V, C, V, V % BV == 0)
+        # x29 = Aqa^T @ do
+        x29 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x30 = -x29
+        x30 = -x29
+        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
+        # x38 = Aqk^T @ do
+        x38 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x38_out + tile * C * V, x38, row, col_v, V, C, V, V % BV == 0)
     # x9 = diagonal(dAqk)
     x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    # x14 = mask(dAqk, strict=True)
-    x14 = tl.where(_keep_before(row), dAqk, 0.0)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x25 = scale * q
-        x25 = scale * q
+        # x23 = scale * q
+        x23 = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x16 = tl.zeros([C, BK, ], tl.float32)
-        x28 = tl.zeros([C, BK, ], tl.float32)
-        # x16 -= gram_dx(x14, k; g, to, strict=True)
-        # x28 = gram_dy(x14, x25; g, to, strict=True)
-        for level in range(LEVELS):
+        x14 = tl.zeros([C, BK, ], tl.float32)
+        x26 = tl.zeros([C, BK, ], tl.float32)
+        # x14 -= gram_dx(dAqk, k; g, to, strict=True)
+        # x26 = gram_dy(dAqk, x23; g, to, strict=True)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(k, C, BK)
+        operand_1_16 = _blocks(x23, C, BK)
+        cotangent_0_16 = _diagonal_blocks(dAqk, C)
+        x14_16 = _block_zeros(C, BK)
+        x26_16 = _block_zeros(C, BK)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+            x14_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x26_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        x14 += tl.reshape(x14_16, [C, BK])
+        x26 += tl.reshape(x26_16, [C, BK])
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x25 * decay).to(DOT)
-            d_0 = tl.where(edge, x14, 0.0).to(DOT)
-            x16 -= decay * _dot(d_0, decayed_0, DOT, PRECISION)
-            x28 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-        _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
-        _store_rows(x28_out + tile * C * K, x28, row, col_k, K, C, K, K % BK == 0)
+            decayed_1 = (x23 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, dAqk, 0.0).to(DOT)
+            x14 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x26 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
+        _store_rows(x14_out + tile * C * K, x14, row, col_k, K, C, K, K % BK == 0)
+        _store_rows(x26_out + tile * C * K, x26, row, col_k, K, C, K, K % BK == 0)
         # x10 = x9 * k
         x10 = x9[:, None] * k
         _store_rows(x10_out + tile * C * K, x10, row, col_k, K, C, K, K % BK == 0)
-        # x26 = x9 * x25
-        x26 = x9[:, None] * x25
-        _store_rows(x26_out + tile * C * K, x26, row, col_k, K, C, K, K % BK == 0)
+        # x24 = x9 * x23
+        x24 = x9[:, None] * x23
+        _store_rows(x24_out + tile * C * K, x24, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -590,7 +727,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -626,14 +763,14 @@ def _backward_scan(
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x86 = KT^T @ v
-        x86 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x76 = KT^T @ v
+        x76 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x88 = AT^T @ x5
-        x88 = _dot(tl.trans(AT), x5, DOT, PRECISION)
+        # x78 = AT^T @ x5
+        x78 = _dot(tl.trans(AT), x5, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x86) + -x88
-        S_next = ((S * Gc[:, None]) + x86) + (-x88)
+        # S_next = ((S * Gc) + x76) + -x78
+        S_next = ((S * Gc[:, None]) + x76) + (-x78)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -642,12 +779,12 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x32_ptr,
+    x30_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x33_out,
+    x31_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -666,7 +803,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -694,22 +831,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x29 = AT @ dS
-        x29 = _dot(AT, dS, DOT, PRECISION)
-        x32 = _load_rows(x32_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x33 = -x29 + x32
-        x33 = (-x29) + x32
-        _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
+        # x27 = AT @ dS
+        x27 = _dot(AT, dS, DOT, PRECISION)
+        x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x31 = -x27 + x30
+        x31 = (-x27) + x30
+        _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x91 = W^T @ x33
-        x91 = _dot(tl.trans(W), x33, DOT, PRECISION)
+        # x81 = W^T @ x31
+        x81 = _dot(tl.trans(W), x31, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x93 = QL^T @ do
-        x93 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x83 = QL^T @ do
+        x83 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x91) + x93
-        dS_prev = ((dS * Gc[:, None]) + x91) + x93
+        # dS_prev = ((dS * Gc) + x81) + x83
+        dS_prev = ((dS * Gc[:, None]) + x81) + x83
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -720,22 +857,24 @@ def _backward_finish(
     do_ptr,
     x5_ptr,
     S_ptr,
+    g_ptr,
     v_ptr,
     dS_ptr,
     E_ptr,
-    x33_ptr,
+    x31_ptr,
     KT_ptr,
     U2_ptr,
-    x41_ptr,
+    x38_ptr,
+    Gc_ptr,
     x6_out,
-    dQL_out,
-    dKT_out,
+    x18_out,
+    x22_out,
     dAbk_out,
     dv_out,
-    x43_out,
-    x48_out,
-    dBL_out,
-    dGc_out,
+    x41_out,
+    x45_out,
+    x49_out,
+    x74_out,
     scale,
     T,
     NT,
@@ -751,7 +890,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -773,8 +912,8 @@ def _backward_finish(
     dAbk = tl.zeros([C, C, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
-    x43 = tl.zeros([C, BK, ], tl.float32)
-    x48 = tl.zeros([C, C, ], tl.float32)
+    x40 = tl.zeros([C, BK, ], tl.float32)
+    x45 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
@@ -791,38 +930,58 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x34 = E^T @ x33
-        x34 = _dot(tl.trans(E), x33, DOT, PRECISION)
-        # dAbk = x34 @ v^T
-        dAbk += _dot(x34, tl.trans(v), DOT, PRECISION)
-        # x38 = KT @ dS
-        x38 = _dot(KT, dS, DOT, PRECISION)
-        # x39 = U2^T @ x33
-        x39 = _dot(tl.trans(U2), x33, DOT, PRECISION)
-        x41 = _load_rows(x41_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dv = (x38 + x39) + x41
-        dv = (x38 + x39) + x41
+        x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x32 = E^T @ x31
+        x32 = _dot(tl.trans(E), x31, DOT, PRECISION)
+        # dAbk = x32 @ v^T
+        dAbk += _dot(x32, tl.trans(v), DOT, PRECISION)
+        # x35 = KT @ dS
+        x35 = _dot(KT, dS, DOT, PRECISION)
+        # x36 = U2^T @ x31
+        x36 = _dot(tl.trans(U2), x31, DOT, PRECISION)
+        x38 = _load_rows(x38_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = (x35 + x36) + x38
+        dv = (x35 + x36) + x38
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x43 = x5 @ dS^T
-        x43 += _dot(x5, tl.trans(dS), DOT, PRECISION)
-        # x48 = x34 @ x5^T
-        x48 += _dot(x34, tl.trans(x5), DOT, PRECISION)
-        # dBL = x34 @ S^T
-        dBL += _dot(x34, tl.trans(S), DOT, PRECISION)
-        # x82 = dS * S
-        x82 = dS * S
-        # dGc = sum_V(x82)
-        dGc += tl.sum(x82, 1)
+        # x40 = x5 @ dS^T
+        x40 += _dot(x5, tl.trans(dS), DOT, PRECISION)
+        # x45 = x32 @ x5^T
+        x45 += _dot(x32, tl.trans(x5), DOT, PRECISION)
+        # dBL = x32 @ S^T
+        dBL += _dot(x32, tl.trans(S), DOT, PRECISION)
+        # x72 = dS * S
+        x72 = dS * S
+        # dGc = sum_V(x72)
+        dGc += tl.sum(x72, 1)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
-    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x48_out + tile * C * C, x48, row, row, C, C, C, True)
-    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K % BK == 0)
-    tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
+    _store_rows(x45_out + tile * C * C, x45, row, row, C, C, C, True)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x2 = sum[to](g)
+    x2 = _sums(_keep_to(row), g, GATE_PARTS)
+    # x3 = exp(x2)
+    x3 = tl.exp(x2)
+    # x18 = dQL * x3
+    x18 = dQL * x3
+    _store_rows(x18_out + tile * C * K, x18, row, col_k, K, C, K, K % BK == 0)
+    # x20 = sum[after](g)
+    x20 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x21 = exp(x20)
+    x21 = tl.exp(x20)
+    # x22 = dKT * x21
+    x22 = dKT * x21
+    _store_rows(x22_out + tile * C * K, x22, row, col_k, K, C, K, K % BK == 0)
+    # x41 = x40 * x21
+    x41 = x40 * x21
+    _store_rows(x41_out + tile * C * K, x41, row, col_k, K, C, K, K % BK == 0)
+    # x49 = dBL * x3
+    x49 = dBL * x3
+    _store_rows(x49_out + tile * C * K, x49, row, col_k, K, C, K, K % BK == 0)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # x74 = dGc * Gc
+    x74 = dGc * Gc
+    tl.store(x74_out + tile * K + col_k, x74, mask=col_k < K)
 
 
 @_jit
@@ -831,20 +990,19 @@ def _backward_finish_1(
     a_ptr,
     x10_ptr,
     g_ptr,
-    x16_ptr,
-    dQL_ptr,
-    dKT_ptr,
-    x26_ptr,
+    x14_ptr,
+    x18_ptr,
+    x22_ptr,
+    x24_ptr,
     dAbk_ptr,
     b_ptr,
-    x28_ptr,
+    x26_ptr,
     q_ptr,
-    x43_ptr,
-    x48_ptr,
-    dBL_ptr,
+    x41_ptr,
+    x45_ptr,
     k_ptr,
-    dGc_ptr,
-    Gc_ptr,
+    x49_ptr,
+    x74_ptr,
     dq_out,
     dk_out,
     da_out,
@@ -865,7 +1023,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -881,94 +1039,111 @@ def _backward_finish_1(
     x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
     # x7 = diagonal(-x6)
     x7 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
-    # x12 = mask(x6, strict=True)
-    x12 = tl.where(_keep_before(row), x6, 0.0)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    # x35 = mask(dAbk, strict=True)
-    x35 = tl.where(_keep_before(row), dAbk, 0.0)
-    x48 = _load_rows(x48_ptr + tile * C * C, row, row, C, C, C, True)
-    # x49 = mask(x48, strict=True)
-    x49 = tl.where(_keep_before(row), x48, 0.0)
+    x45 = _load_rows(x45_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x2 = sum[to](g)
-        x2 = _sums(_keep_to(row), g, GATE_PARTS)
-        # x3 = exp(x2)
-        x3 = tl.exp(x2)
-        # x22 = sum[after](g)
-        x22 = _sums(_keep_after(row), g, GATE_PARTS)
-        # x23 = exp(x22)
-        x23 = tl.exp(x22)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x25 = scale * q
-        x25 = scale * q
+        # x23 = scale * q
+        x23 = scale * q
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x13 = tl.zeros([C, BK, ], tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        x12 = tl.zeros([C, BK, ], tl.float32)
         b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x36 = tl.zeros([C, BK, ], tl.float32)
-        x51 = tl.zeros([C, BK, ], tl.float32)
+        x33 = tl.zeros([C, BK, ], tl.float32)
+        x47 = tl.zeros([C, BK, ], tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x57 = tl.zeros([C, BK, ], tl.float32)
-        # x13 = gram_dx(x12, a; g, to, strict=True)
-        # x57 = gram_dx(x49, a; g, to, strict=True)
-        # x57 -= gram_dx(x35, k; g, to, strict=True)
-        # x36 = gram_dy(x35, b; g, to, strict=True)
-        # x51 = gram_dy(x12, x25; g, to, strict=True)
-        # x51 = gram_dy(x49, b; g, to, strict=True)
-        for level in range(LEVELS):
+        x54 = tl.zeros([C, BK, ], tl.float32)
+        # x12 = gram_dx(x6, a; g, to, strict=True)
+        # x54 -= gram_dx(x45, a; g, to, strict=True)
+        # x54 = gram_dx(dAbk, k; g, to, strict=True)
+        # x33 = gram_dy(dAbk, b; g, to, strict=True)
+        # x47 = gram_dy(x6, x23; g, to, strict=True)
+        # x47 = gram_dy(x45, b; g, to, strict=True)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(a, C, BK)
+        operand_1_16 = _blocks(b, C, BK)
+        operand_2_16 = _blocks(x23, C, BK)
+        operand_3_16 = _blocks(k, C, BK)
+        cotangent_0_16 = _diagonal_blocks(x6, C)
+        cotangent_1_16 = _diagonal_blocks(dAbk, C)
+        cotangent_2_16 = _diagonal_blocks(x45, C)
+        x12_16 = _block_zeros(C, BK)
+        x54_16 = _block_zeros(C, BK)
+        x33_16 = _block_zeros(C, BK)
+        x47_16 = _block_zeros(C, BK)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            decayed_3 = (operand_3_16 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
+            cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
+            x12_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x54_16 -= decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
+            x54_16 += decay * _dot(cotangent_1, decayed_3, DOT, PRECISION)
+            x33_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_1, DOT, PRECISION)
+            x47_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_2, DOT, PRECISION)
+            x47_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        x12 += tl.reshape(x12_16, [C, BK])
+        x54 += tl.reshape(x54_16, [C, BK])
+        x33 += tl.reshape(x33_16, [C, BK])
+        x47 += tl.reshape(x47_16, [C, BK])
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (a * decay).to(DOT)
             decayed_1 = (b * decay).to(DOT)
-            decayed_2 = (x25 * decay).to(DOT)
+            decayed_2 = (x23 * decay).to(DOT)
             decayed_3 = (k * decay).to(DOT)
-            d_0 = tl.where(edge, x12, 0.0).to(DOT)
-            d_1 = tl.where(edge, x49, 0.0).to(DOT)
-            d_2 = tl.where(edge, x35, 0.0).to(DOT)
-            x13 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-            x57 += decay * _dot(d_1, decayed_0, DOT, PRECISION)
-            x57 -= decay * _dot(d_2, decayed_3, DOT, PRECISION)
-            x36 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
-            x51 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
-            x51 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x17 = x13 + x16
-        x17 = x13 + x16
+            cotangent_0 = tl.where(edge, x6, 0.0).to(DOT)
+            cotangent_1 = tl.where(edge, dAbk, 0.0).to(DOT)
+            cotangent_2 = tl.where(edge, x45, 0.0).to(DOT)
+            x12 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x54 -= decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
+            x54 += decay * _dot(cotangent_1, decayed_3, DOT, PRECISION)
+            x33 += decay * _dot(tl.trans(cotangent_1), decayed_1, DOT, PRECISION)
+            x47 += decay * _dot(tl.trans(cotangent_0), decayed_2, DOT, PRECISION)
+            x47 += decay * _dot(tl.trans(cotangent_2), decayed_1, DOT, PRECISION)
+        x14 = _load_rows(x14_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x16 = -(x12 + x14)
+        x16 = -(x12 + x14)
         x10 = _load_rows(x10_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((((x7 * a) + x10) + -x17) + (dQL * x3)) * scale
-        dq = ((((x7[:, None] * a) + x10) + (-x17)) + (dQL * x3)) * scale
+        x18 = _load_rows(x18_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((((x7 * a) + x10) + x16) + x18) * scale
+        dq = ((((x7[:, None] * a) + x10) + x16) + x18) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x28 = _load_rows(x28_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x37 = x28 + x36
-        x37 = x28 + x36
-        dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x26 = _load_rows(x26_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((dKT * x23) + x26) + x37
-        dk = ((dKT * x23) + x26) + x37
+        # x34 = x26 + x33
+        x34 = x26 + x33
+        x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x24 = _load_rows(x24_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = (x22 + x24) + x34
+        dk = (x22 + x24) + x34
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # da = ((x7 * x25) + -(x43 * x23)) + -x51
-        da = ((x7[:, None] * x25) + (-(x43 * x23))) + (-x51)
+        x41 = _load_rows(x41_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # da = ((x7 * x23) + -x41) + -x47
+        da = ((x7[:, None] * x23) + (-x41)) + (-x47)
         if NEED & 8:
             _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K % BK == 0)
-        dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # db = (dBL * x3) + -x57
-        db = (dBL * x3) + (-x57)
+        x49 = _load_rows(x49_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # db = x49 + x54
+        db = x49 + x54
         if NEED & 16:
             _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x74 = sum[from](((((-(x25 * x17) + (a * x51)) + -(b * x57)) + -(k * x37)) + (((dBL * b) + (dQL * x25)) * x3)))
-        x74 = _sums(_keep_from(row), (((((-(x25 * x17)) + (a * x51)) + (-(b * x57))) + (-(k * x37))) + (((dBL * b) + (dQL * x25)) * x3)), SUM_PARTS)
-        # x80 = sum[before](((-(x43 * a) + (dKT * k)) * x23))
-        x80 = _sums(_keep_before(row), (((-(x43 * a)) + (dKT * k)) * x23), SUM_PARTS)
-        dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = (x74 + x80) + (dGc * Gc)
-        dg = (x74 + x80) + (dGc * Gc)[None, :]
+        # x65 = sum[from](((((b * (x54 + x49)) + (x23 * (x16 + x18))) + (a * x47)) + -(k * x34)))
+        x65 = _running_from(((((b * (x54 + x49)) + (x23 * (x16 + x18))) + (a * x47)) + (-(k * x34))), row, EXACT)
+        # x70 = sum[before](((x22 * k) + -(x41 * a)))
+        x70 = _running_before(((x22 * k) + (-(x41 * a))), row, EXACT)
+        x74 = tl.load(x74_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x65 + x70) + x74
+        dg = (x65 + x70) + x74[None, :]
         if NEED & 32:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
@@ -1076,7 +1251,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
-        "SUM_PARTS": 3 * parts,
+        "EXACT": wide,
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
@@ -1227,14 +1402,14 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x10 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x16 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x14 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x26 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x28 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x32 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x30 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x41 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x38 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1254,14 +1429,14 @@ def _backward_triton(
                 U,
                 W,
                 x10,
-                x16,
+                x14,
+                x24,
                 x26,
-                x28,
                 AT,
-                x32,
+                x30,
                 KT,
                 U2,
-                x41,
+                x38,
                 Gc,
                 QL,
                 scale,
@@ -1303,18 +1478,18 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x31 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x32,
+                x30,
                 Gc,
                 W,
                 QL,
                 do,
-                x33,
+                x31,
                 last,
                 dh0,
                 kept_dS,
@@ -1332,35 +1507,37 @@ def _backward_triton(
             )
         if needs & 63:
             x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x18 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x48 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dBL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x41 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x45 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x74 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
                 do,
                 x5,
                 kept_S,
+                g,
                 v,
                 kept_dS,
                 E,
-                x33,
+                x31,
                 KT,
                 U2,
-                x41,
+                x38,
+                Gc,
                 x6,
-                dQL,
-                dKT,
+                x18,
+                x22,
                 dAbk,
                 dv,
-                x43,
-                x48,
-                dBL,
-                dGc,
+                x41,
+                x45,
+                x49,
+                x74,
                 scale,
                 T,
                 NT,
@@ -1379,20 +1556,19 @@ def _backward_triton(
                 a,
                 x10,
                 g,
-                x16,
-                dQL,
-                dKT,
-                x26,
+                x14,
+                x18,
+                x22,
+                x24,
                 dAbk,
                 b,
-                x28,
+                x26,
                 q,
-                x43,
-                x48,
-                dBL,
+                x41,
+                x45,
                 k,
-                dGc,
-                Gc,
+                x49,
+                x74,
                 dq,
                 dk,
                 da,
@@ -1677,24 +1853,24 @@ def _backward_torch(
     # W = E @ (b * x3)
     W = E @ (b * x3)
     if needs & 126:
-        # x25 = scale * q
-        x25 = scale * q
-    # x22 = sum[after](g)
-    x22 = _run(g, 'after')
-    # x23 = exp(x22)
-    x23 = torch.exp(x22)
-    # AT = a * x23
-    AT = a * x23
+        # x23 = scale * q
+        x23 = scale * q
+    # x20 = sum[after](g)
+    x20 = _run(g, 'after')
+    # x21 = exp(x20)
+    x21 = torch.exp(x20)
+    # AT = a * x21
+    AT = a * x21
     if needs & 61:
-        # KT = k * x23
-        KT = k * x23
-    # x83 = sum[all](g)
-    x83 = g.sum(-2)
-    # Gc = exp(x83)
-    Gc = torch.exp(x83)
+        # KT = k * x21
+        KT = k * x21
+    # x73 = sum[all](g)
+    x73 = g.sum(-2)
+    # Gc = exp(x73)
+    Gc = torch.exp(x73)
     if needs & 126:
-        # QL = x25 * x3
-        QL = x25 * x3
+        # QL = x23 * x3
+        QL = x23 * x3
     if needs & 57:
         # x = Abk @ v
         x = Abk @ v
@@ -1704,33 +1880,30 @@ def _backward_torch(
         # dAqk = do @ v^T
         dAqk = do @ v.mT
     if needs & 126:
-        # x31 = Aqa^T @ do
-        x31 = Aqa.mT @ do
-        # x32 = -x31
-        x32 = -x31
+        # x29 = Aqa^T @ do
+        x29 = Aqa.mT @ do
+        # x30 = -x29
+        x30 = -x29
     if needs & 4:
-        # x41 = Aqk^T @ do
-        x41 = Aqk.mT @ do
+        # x38 = Aqk^T @ do
+        x38 = Aqk.mT @ do
     if needs & 3:
         # x9 = diagonal(dAqk)
         x9 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 35:
-        # x14 = mask(dAqk, strict=True)
-        x14 = torch.tril(dAqk, -1)
     if needs & 1:
         # x10 = x9 * k
         x10 = x9[..., :, None] * k
     if needs & 33:
-        # x15 = gram_dx(x14, k; g, to, strict=True)
-        x15 = _gram_dx(x14, k, g, False)
-        # x16 = -x15
-        x16 = -x15
+        # x13 = gram_dx(dAqk, k; g, to, strict=True)
+        x13 = _gram_dx(dAqk, k, g, False)
+        # x14 = -x13
+        x14 = -x13
     if needs & 2:
-        # x26 = x9 * x25
-        x26 = x9[..., :, None] * x25
+        # x24 = x9 * x23
+        x24 = x9[..., :, None] * x23
     if needs & 34:
-        # x28 = gram_dy(x14, x25; g, to, strict=True)
-        x28 = _gram_dy(x14, x25, g, False)
+        # x26 = gram_dy(dAqk, x23; g, to, strict=True)
+        x26 = _gram_dy(dAqk, x23, g, False)
     if needs & 57:
         S = state
         x5_all: list[Tensor] = []
@@ -1747,12 +1920,12 @@ def _backward_torch(
             x4 = W_here @ S
             # x5 = U + x4
             x5 = U_here + x4
-            # x86 = KT^T @ v
-            x86 = KT_here.mT @ v_here
-            # x88 = AT^T @ x5
-            x88 = AT_here.mT @ x5
-            # S_next = ((S * Gc) + x86) + -x88
-            S_next = ((S * Gc_here[..., :, None]) + x86) + (-x88)
+            # x76 = KT^T @ v
+            x76 = KT_here.mT @ v_here
+            # x78 = AT^T @ x5
+            x78 = AT_here.mT @ x5
+            # S_next = ((S * Gc) + x76) + -x78
+            S_next = ((S * Gc_here[..., :, None]) + x76) + (-x78)
             x5_all.append(x5)
             S = S_next
         end_S = S
@@ -1760,30 +1933,30 @@ def _backward_torch(
         S = _stack(kept_S_all, v, NT, K, dtype)
     if needs & 126:
         dS = dstate
-        x33_all: list[Tensor] = []
+        x31_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x32_here = x32[:, chunk]
+            x30_here = x30[:, chunk]
             Gc_here = Gc[:, chunk]
             W_here = W[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x29 = AT @ dS
-            x29 = AT_here @ dS
-            # x33 = -x29 + x32
-            x33 = (-x29) + x32_here
-            # x91 = W^T @ x33
-            x91 = W_here.mT @ x33
-            # x93 = QL^T @ do
-            x93 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x91) + x93
-            dS_prev = ((dS * Gc_here[..., :, None]) + x91) + x93
-            x33_all.append(x33)
+            # x27 = AT @ dS
+            x27 = AT_here @ dS
+            # x31 = -x27 + x30
+            x31 = (-x27) + x30_here
+            # x81 = W^T @ x31
+            x81 = W_here.mT @ x31
+            # x83 = QL^T @ do
+            x83 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x81) + x83
+            dS_prev = ((dS * Gc_here[..., :, None]) + x81) + x83
+            x31_all.append(x31)
             dS = dS_prev
         end_dS = dS
-        x33 = _stack(x33_all[::-1], v, NT, C, dtype)
+        x31 = _stack(x31_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 41:
         # x6 = do @ x5^T
@@ -1795,87 +1968,93 @@ def _backward_torch(
         # dKT = v @ dS^T
         dKT = v @ dS.mT
     if needs & 58:
-        # x34 = E^T @ x33
-        x34 = E.mT @ x33
+        # x32 = E^T @ x31
+        x32 = E.mT @ x31
     if needs & 50:
-        # dAbk = x34 @ v^T
-        dAbk = x34 @ v.mT
+        # dAbk = x32 @ v^T
+        dAbk = x32 @ v.mT
     if needs & 4:
-        # x38 = KT @ dS
-        x38 = KT @ dS
-        # x39 = U2^T @ x33
-        x39 = U2.mT @ x33
-        # dv = (x38 + x39) + x41
-        dv = (x38 + x39) + x41
+        # x35 = KT @ dS
+        x35 = KT @ dS
+        # x36 = U2^T @ x31
+        x36 = U2.mT @ x31
+        # dv = (x35 + x36) + x38
+        dv = (x35 + x36) + x38
     if needs & 40:
-        # x43 = x5 @ dS^T
-        x43 = x5 @ dS.mT
+        # x40 = x5 @ dS^T
+        x40 = x5 @ dS.mT
     if needs & 56:
-        # x48 = x34 @ x5^T
-        x48 = x34 @ x5.mT
+        # x45 = x32 @ x5^T
+        x45 = x32 @ x5.mT
     if needs & 48:
-        # dBL = x34 @ S^T
-        dBL = x34 @ S.mT
+        # dBL = x32 @ S^T
+        dBL = x32 @ S.mT
     if needs & 32:
-        # x82 = dS * S
-        x82 = dS * S
-        # dGc = sum_V(x82)
-        dGc = x82.sum(-1)
+        # x72 = dS * S
+        x72 = dS * S
+        # dGc = sum_V(x72)
+        dGc = x72.sum(-1)
+    if needs & 33:
+        # x18 = dQL * x3
+        x18 = dQL * x3
+    if needs & 34:
+        # x22 = dKT * x21
+        x22 = dKT * x21
+    if needs & 40:
+        # x41 = x40 * x21
+        x41 = x40 * x21
+    if needs & 48:
+        # x49 = dBL * x3
+        x49 = dBL * x3
+    if needs & 32:
+        # x74 = dGc * Gc
+        x74 = dGc * Gc
     if needs & 9:
         # x7 = diagonal(-x6)
         x7 = (-x6).diagonal(dim1=-2, dim2=-1)
-    if needs & 41:
-        # x12 = mask(x6, strict=True)
-        x12 = torch.tril(x6, -1)
-    if needs & 50:
-        # x35 = mask(dAbk, strict=True)
-        x35 = torch.tril(dAbk, -1)
-    if needs & 56:
-        # x49 = mask(x48, strict=True)
-        x49 = torch.tril(x48, -1)
     if needs & 33:
-        # x13 = gram_dx(x12, a; g, to, strict=True)
-        x13 = _gram_dx(x12, a, g, False)
-        # x17 = x13 + x16
-        x17 = x13 + x16
+        # x12 = gram_dx(x6, a; g, to, strict=True)
+        x12 = _gram_dx(x6, a, g, False)
+        # x16 = -(x12 + x14)
+        x16 = -(x12 + x14)
     if needs & 1:
-        # dq = ((((x7 * a) + x10) + -x17) + (dQL * x3)) * scale
-        dq = ((((x7[..., :, None] * a) + x10) + (-x17)) + (dQL * x3)) * scale
+        # dq = ((((x7 * a) + x10) + x16) + x18) * scale
+        dq = ((((x7[..., :, None] * a) + x10) + x16) + x18) * scale
     if needs & 34:
-        # x36 = gram_dy(x35, b; g, to, strict=True)
-        x36 = _gram_dy(x35, b, g, False)
-        # x37 = x28 + x36
-        x37 = x28 + x36
+        # x33 = gram_dy(dAbk, b; g, to, strict=True)
+        x33 = _gram_dy(dAbk, b, g, False)
+        # x34 = x26 + x33
+        x34 = x26 + x33
     if needs & 2:
-        # dk = ((dKT * x23) + x26) + x37
-        dk = ((dKT * x23) + x26) + x37
+        # dk = (x22 + x24) + x34
+        dk = (x22 + x24) + x34
     if needs & 40:
-        # x47 = gram_dy(x12, x25; g, to, strict=True)
-        x47 = _gram_dy(x12, x25, g, False)
-        # x50 = gram_dy(x49, b; g, to, strict=True)
-        x50 = _gram_dy(x49, b, g, False)
-        # x51 = x47 + x50
-        x51 = x47 + x50
+        # x44 = gram_dy(x6, x23; g, to, strict=True)
+        x44 = _gram_dy(x6, x23, g, False)
+        # x46 = gram_dy(x45, b; g, to, strict=True)
+        x46 = _gram_dy(x45, b, g, False)
+        # x47 = x44 + x46
+        x47 = x44 + x46
     if needs & 8:
-        # da = ((x7 * x25) + -(x43 * x23)) + -x51
-        da = ((x7[..., :, None] * x25) + (-(x43 * x23))) + (-x51)
+        # da = ((x7 * x23) + -x41) + -x47
+        da = ((x7[..., :, None] * x23) + (-x41)) + (-x47)
     if needs & 48:
-        # x54 = gram_dx(x49, a; g, to, strict=True)
-        x54 = _gram_dx(x49, a, g, False)
-        # x55 = gram_dx(x35, k; g, to, strict=True)
-        x55 = _gram_dx(x35, k, g, False)
-        # x57 = x54 + -x55
-        x57 = x54 + (-x55)
+        # x50 = gram_dx(x45, a; g, to, strict=True)
+        x50 = _gram_dx(x45, a, g, False)
+        # x51 = gram_dx(dAbk, k; g, to, strict=True)
+        x51 = _gram_dx(dAbk, k, g, False)
+        # x54 = -(x50 + -x51)
+        x54 = -(x50 + (-x51))
     if needs & 16:
-        # db = (dBL * x3) + -x57
-        db = (dBL * x3) + (-x57)
+        # db = x49 + x54
+        db = x49 + x54
     if needs & 32:
-        # x74 = sum[from](((((-(x25 * x17) + (a * x51)) + -(b * x57)) + -(k * x37)) + (((dBL * b) + (dQL * x25)) * x3)))
-        x74 = _run((((((-(x25 * x17)) + (a * x51)) + (-(b * x57))) + (-(k * x37))) + (((dBL * b) + (dQL * x25)) * x3)), 'from')
-        # x80 = sum[before](((-(x43 * a) + (dKT * k)) * x23))
-        x80 = _run((((-(x43 * a)) + (dKT * k)) * x23), 'before')
-        # dg = (x74 + x80) + (dGc * Gc)
-        dg = (x74 + x80) + (dGc * Gc)[..., None, :]
+        # x65 = sum[from](((((b * (x54 + x49)) + (x23 * (x16 + x18))) + (a * x47)) + -(k * x34)))
+        x65 = _run(((((b * (x54 + x49)) + (x23 * (x16 + x18))) + (a * x47)) + (-(k * x34))), 'from')
+        # x70 = sum[before](((x22 * k) + -(x41 * a)))
+        x70 = _run(((x22 * k) + (-(x41 * a))), 'before')
+        # dg = (x65 + x70) + x74
+        dg = (x65 + x70) + x74[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 796dcf8d:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 14170b63:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_796dcf8d"
+_NAME = "dplr_absorbed_14170b63"
 
 
 def _jit(function: Any) -> Any:
@@ -113,6 +113,45 @@ def _sums(keep, x, PARTS: tl.constexpr):
     return out
 
 
+# Running sums of gradients: the same, but a difference of two sums will do.
+
+
+@_jit
+def _running_to(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_to(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0)
+    return out
+
+
+@_jit
+def _running_before(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_before(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0) - x
+    return out
+
+
+@_jit
+def _running_after(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_after(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True) - x
+    return out
+
+
+@_jit
+def _running_from(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_from(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True)
+    return out
+
+
 @_jit
 def _sums_of_numbers(keep, x):
     """The same for one number a token."""
@@ -154,12 +193,74 @@ def _reach(c, level, BEFORE: tl.constexpr):
     return ((r >> level) == (m >> level)) & ((second & up) | ((second == 0) & (m > r)))
 
 
+# The four lowest levels of a tree join tokens of one block of 16, so they are products of 16 x 16 tiles: [C/16, 16, ..].
+
+
 @_jit
-def _inverse(n, c, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _blocks(x, C: tl.constexpr, N: tl.constexpr):
+    return tl.reshape(x, [C // 16, 16, N])
+
+
+@_jit
+def _block_zeros(C: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([C // 16, 16, N], tl.float32)
+
+
+@_jit
+def _block_diagonals(x):
+    """[C/16, 16] on the diagonals of [C/16, 16, 16]."""
+    lane = tl.arange(0, 16)
+    return tl.where((lane[:, None] == lane[None, :])[None, :, :], x[:, :, None], 0.0)
+
+
+@_jit
+def _diagonal_blocks(x, C: tl.constexpr):
+    """The 16 x 16 blocks on the diagonal of a [C, C] tile."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(x, [C // 16, 16, C // 16, 16]), 0.0), 2)
+
+
+@_jit
+def _from_blocks(x, C: tl.constexpr):
+    """A [C, C] tile with the given blocks on its diagonal."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
+
+
+@_jit
+def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
+    """_sums within each block of 16 tokens."""
+    ones = tl.broadcast_to(tl.where(keep, 1.0, 0.0)[None, :, :], [C // 16, 16, 16])
+    if PARTS == 0:
+        out = tl.dot(ones, x, input_precision="ieee")
+    else:
+        ones = ones.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        out = tl.dot(ones, part)
+        if PARTS > 1:
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            out = tl.dot(ones, part, out)
+        if PARTS > 2:
+            x = x - part.to(tl.float32)
+            out = tl.dot(ones, x.to(tl.bfloat16), out)
+    return out
+
+
+@_jit
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
-    e = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(_edge(c, 0), n, 0.0)
-    for level in range(1, LEVELS):
-        below = tl.where(_edge(c, level), n, 0.0)
+    lane = tl.arange(0, 16)
+    n_16 = _diagonal_blocks(n, C)
+    e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
+    for level in range(1, 4):
+        below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
+        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+    e = _from_blocks(e_16, C)
+    for level in range(4, LEVELS):
+        below = tl.where(_edge(row, level), n, 0.0)
         e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
     return e
 
@@ -222,7 +323,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -253,9 +354,32 @@ def _forward_prepare(
         # Aqa = gram(x, a; g, to, strict=False)
         # N = gram(d, a; g, before, strict=True)
         # Abk = gram(d, k; g, before, strict=True)
-        Aqk += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * a, 1)[:, None], 0.0)
-        for level in range(LEVELS):
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        operand_2_16 = _blocks(a, C, BK)
+        operand_3_16 = _blocks(d, C, BK)
+        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        N_16 = _block_zeros(C, 16)
+        Abk_16 = _block_zeros(C, 16)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            decayed_3 = (operand_3_16 * decay_before).to(DOT)
+            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+            N_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Abk_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqk += _from_blocks(Aqk_16, C)
+        Aqa += _from_blocks(Aqa_16, C)
+        N += _from_blocks(N_16, C)
+        Abk += _from_blocks(Abk_16, C)
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
@@ -297,7 +421,7 @@ def _forward_prepare(
     if SAVE:
         _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
     # E = inverse(N)
-    E = _inverse(N, row, LEVELS, SOLVE)
+    E = _inverse(N, row, C, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -353,7 +477,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -431,14 +555,14 @@ def _backward_prepare(
     U_out,
     W_out,
     x10_out,
-    x16_out,
+    x14_out,
+    x26_out,
     x28_out,
-    x30_out,
     AT_out,
-    x34_out,
+    x32_out,
     KT_out,
     U2_out,
-    x43_out,
+    x40_out,
     Gc_out,
     QL_out,
     scale,
@@ -456,7 +580,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -484,28 +608,28 @@ def _backward_prepare(
         # W = E @ (d * exp(x2))
         W = _dot(E, (d * tl.exp(x2)), DOT, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
-        # x24 = sum[after](g)
-        x24 = _sums(_keep_after(row), g, GATE_PARTS)
-        # x25 = exp(x24)
-        x25 = tl.exp(x24)
+        # x22 = sum[after](g)
+        x22 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x23 = exp(x22)
+        x23 = tl.exp(x22)
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # AT = a * x25
-        AT = a * x25
+        # AT = a * x23
+        AT = a * x23
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # KT = k * x25
-        KT = k * x25
+        # KT = k * x23
+        KT = k * x23
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x87 = sum[all](g)
-        x87 = tl.sum(g, 0)
-        # Gc = exp(x87)
-        Gc = tl.exp(x87)
+        # x75 = sum[all](g)
+        x75 = tl.sum(g, 0)
+        # Gc = exp(x75)
+        Gc = tl.exp(x75)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x20 = sum[to](g)
-        x20 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x18 = sum[to](g)
+        x18 = _sums(_keep_to(row), g, GATE_PARTS)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # QL = (scale * q) * exp(x20)
-        QL = (scale * q) * tl.exp(x20)
+        # QL = (scale * q) * exp(x18)
+        QL = (scale * q) * tl.exp(x18)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     dAqk = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
@@ -522,46 +646,60 @@ def _backward_prepare(
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x33 = Aqa^T @ do
-        x33 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x34 = -x33
-        x34 = -x33
-        _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
-        # x43 = Aqk^T @ do
-        x43 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x43_out + tile * C * V, x43, row, col_v, V, C, V, V % BV == 0)
+        # x31 = Aqa^T @ do
+        x31 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x32 = -x31
+        x32 = -x31
+        _store_rows(x32_out + tile * C * V, x32, row, col_v, V, C, V, V % BV == 0)
+        # x40 = Aqk^T @ do
+        x40 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x40_out + tile * C * V, x40, row, col_v, V, C, V, V % BV == 0)
     # x9 = diagonal(dAqk)
     x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    # x14 = mask(dAqk, strict=True)
-    x14 = tl.where(_keep_before(row), dAqk, 0.0)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x27 = scale * q
-        x27 = scale * q
+        # x25 = scale * q
+        x25 = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x16 = tl.zeros([C, BK, ], tl.float32)
-        x30 = tl.zeros([C, BK, ], tl.float32)
-        # x16 -= gram_dx(x14, k; g, to, strict=True)
-        # x30 = gram_dy(x14, x27; g, to, strict=True)
-        for level in range(LEVELS):
+        x14 = tl.zeros([C, BK, ], tl.float32)
+        x28 = tl.zeros([C, BK, ], tl.float32)
+        # x14 -= gram_dx(dAqk, k; g, to, strict=True)
+        # x28 = gram_dy(dAqk, x25; g, to, strict=True)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(k, C, BK)
+        operand_1_16 = _blocks(x25, C, BK)
+        cotangent_0_16 = _diagonal_blocks(dAqk, C)
+        x14_16 = _block_zeros(C, BK)
+        x28_16 = _block_zeros(C, BK)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+            x14_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x28_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        x14 += tl.reshape(x14_16, [C, BK])
+        x28 += tl.reshape(x28_16, [C, BK])
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x27 * decay).to(DOT)
-            d_0 = tl.where(edge, x14, 0.0).to(DOT)
-            x16 -= decay * _dot(d_0, decayed_0, DOT, PRECISION)
-            x30 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-        _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
-        _store_rows(x30_out + tile * C * K, x30, row, col_k, K, C, K, K % BK == 0)
+            decayed_1 = (x25 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, dAqk, 0.0).to(DOT)
+            x14 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x28 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
+        _store_rows(x14_out + tile * C * K, x14, row, col_k, K, C, K, K % BK == 0)
+        _store_rows(x28_out + tile * C * K, x28, row, col_k, K, C, K, K % BK == 0)
         # x10 = x9 * k
         x10 = x9[:, None] * k
         _store_rows(x10_out + tile * C * K, x10, row, col_k, K, C, K, K % BK == 0)
-        # x28 = x9 * x27
-        x28 = x9[:, None] * x27
-        _store_rows(x28_out + tile * C * K, x28, row, col_k, K, C, K, K % BK == 0)
+        # x26 = x9 * x25
+        x26 = x9[:, None] * x25
+        _store_rows(x26_out + tile * C * K, x26, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -591,7 +729,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -627,14 +765,14 @@ def _backward_scan(
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x90 = KT^T @ v
-        x90 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x78 = KT^T @ v
+        x78 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x92 = AT^T @ x5
-        x92 = _dot(tl.trans(AT), x5, DOT, PRECISION)
+        # x80 = AT^T @ x5
+        x80 = _dot(tl.trans(AT), x5, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x90) + -x92
-        S_next = ((S * Gc[:, None]) + x90) + (-x92)
+        # S_next = ((S * Gc) + x78) + -x80
+        S_next = ((S * Gc[:, None]) + x78) + (-x80)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -643,12 +781,12 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x34_ptr,
+    x32_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x35_out,
+    x33_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -667,7 +805,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -695,22 +833,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x31 = AT @ dS
-        x31 = _dot(AT, dS, DOT, PRECISION)
-        x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x35 = -x31 + x34
-        x35 = (-x31) + x34
-        _store_rows(x35_out + tile * C * V, x35, row, col_v, V, C, V, V % BV == 0)
+        # x29 = AT @ dS
+        x29 = _dot(AT, dS, DOT, PRECISION)
+        x32 = _load_rows(x32_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x33 = -x29 + x32
+        x33 = (-x29) + x32
+        _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x95 = W^T @ x35
-        x95 = _dot(tl.trans(W), x35, DOT, PRECISION)
+        # x83 = W^T @ x33
+        x83 = _dot(tl.trans(W), x33, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x97 = QL^T @ do
-        x97 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x85 = QL^T @ do
+        x85 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x95) + x97
-        dS_prev = ((dS * Gc[:, None]) + x95) + x97
+        # dS_prev = ((dS * Gc) + x83) + x85
+        dS_prev = ((dS * Gc[:, None]) + x83) + x85
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -721,22 +859,24 @@ def _backward_finish(
     do_ptr,
     x5_ptr,
     S_ptr,
+    g_ptr,
     v_ptr,
     dS_ptr,
     E_ptr,
-    x35_ptr,
+    x33_ptr,
     KT_ptr,
     U2_ptr,
-    x43_ptr,
+    x40_ptr,
+    Gc_ptr,
     x6_out,
-    dQL_out,
-    dKT_out,
+    x20_out,
+    x24_out,
     dAbk_out,
     dv_out,
-    x45_out,
-    x50_out,
-    dBL_out,
-    dGc_out,
+    x43_out,
+    x47_out,
+    x51_out,
+    x76_out,
     scale,
     T,
     NT,
@@ -752,7 +892,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -774,8 +914,8 @@ def _backward_finish(
     dAbk = tl.zeros([C, C, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
-    x45 = tl.zeros([C, BK, ], tl.float32)
-    x50 = tl.zeros([C, C, ], tl.float32)
+    x42 = tl.zeros([C, BK, ], tl.float32)
+    x47 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
@@ -792,38 +932,58 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        x35 = _load_rows(x35_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x36 = E^T @ x35
-        x36 = _dot(tl.trans(E), x35, DOT, PRECISION)
-        # dAbk = x36 @ v^T
-        dAbk += _dot(x36, tl.trans(v), DOT, PRECISION)
-        # x40 = KT @ dS
-        x40 = _dot(KT, dS, DOT, PRECISION)
-        # x41 = U2^T @ x35
-        x41 = _dot(tl.trans(U2), x35, DOT, PRECISION)
-        x43 = _load_rows(x43_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dv = (x40 + x41) + x43
-        dv = (x40 + x41) + x43
+        x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x34 = E^T @ x33
+        x34 = _dot(tl.trans(E), x33, DOT, PRECISION)
+        # dAbk = x34 @ v^T
+        dAbk += _dot(x34, tl.trans(v), DOT, PRECISION)
+        # x37 = KT @ dS
+        x37 = _dot(KT, dS, DOT, PRECISION)
+        # x38 = U2^T @ x33
+        x38 = _dot(tl.trans(U2), x33, DOT, PRECISION)
+        x40 = _load_rows(x40_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = (x37 + x38) + x40
+        dv = (x37 + x38) + x40
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x45 = x5 @ dS^T
-        x45 += _dot(x5, tl.trans(dS), DOT, PRECISION)
-        # x50 = x36 @ x5^T
-        x50 += _dot(x36, tl.trans(x5), DOT, PRECISION)
-        # dBL = x36 @ S^T
-        dBL += _dot(x36, tl.trans(S), DOT, PRECISION)
-        # x86 = dS * S
-        x86 = dS * S
-        # dGc = sum_V(x86)
-        dGc += tl.sum(x86, 1)
+        # x42 = x5 @ dS^T
+        x42 += _dot(x5, tl.trans(dS), DOT, PRECISION)
+        # x47 = x34 @ x5^T
+        x47 += _dot(x34, tl.trans(x5), DOT, PRECISION)
+        # dBL = x34 @ S^T
+        dBL += _dot(x34, tl.trans(S), DOT, PRECISION)
+        # x74 = dS * S
+        x74 = dS * S
+        # dGc = sum_V(x74)
+        dGc += tl.sum(x74, 1)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
-    _store_rows(x45_out + tile * C * K, x45, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x50_out + tile * C * C, x50, row, row, C, C, C, True)
-    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K % BK == 0)
-    tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
+    _store_rows(x47_out + tile * C * C, x47, row, row, C, C, C, True)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x18 = sum[to](g)
+    x18 = _sums(_keep_to(row), g, GATE_PARTS)
+    # x20 = dQL * exp(x18)
+    x20 = dQL * tl.exp(x18)
+    _store_rows(x20_out + tile * C * K, x20, row, col_k, K, C, K, K % BK == 0)
+    # x22 = sum[after](g)
+    x22 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x23 = exp(x22)
+    x23 = tl.exp(x22)
+    # x24 = dKT * x23
+    x24 = dKT * x23
+    _store_rows(x24_out + tile * C * K, x24, row, col_k, K, C, K, K % BK == 0)
+    # x43 = x42 * x23
+    x43 = x42 * x23
+    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K % BK == 0)
+    # x2 = sum[before](g)
+    x2 = _sums(_keep_before(row), g, GATE_PARTS)
+    # x51 = dBL * exp(x2)
+    x51 = dBL * tl.exp(x2)
+    _store_rows(x51_out + tile * C * K, x51, row, col_k, K, C, K, K % BK == 0)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # x76 = dGc * Gc
+    x76 = dGc * Gc
+    tl.store(x76_out + tile * K + col_k, x76, mask=col_k < K)
 
 
 @_jit
@@ -832,20 +992,19 @@ def _backward_finish_1(
     a_ptr,
     x10_ptr,
     g_ptr,
-    x16_ptr,
-    dQL_ptr,
-    dKT_ptr,
-    x28_ptr,
+    x14_ptr,
+    x20_ptr,
+    x24_ptr,
+    x26_ptr,
     dAbk_ptr,
     d_ptr,
-    x30_ptr,
+    x28_ptr,
     q_ptr,
-    x45_ptr,
-    x50_ptr,
-    dBL_ptr,
+    x43_ptr,
+    x47_ptr,
     k_ptr,
-    dGc_ptr,
-    Gc_ptr,
+    x51_ptr,
+    x76_ptr,
     dq_out,
     dk_out,
     da_out,
@@ -866,7 +1025,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -882,101 +1041,115 @@ def _backward_finish_1(
     x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
     # x7 = diagonal(-x6)
     x7 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
-    # x12 = mask(x6, strict=True)
-    x12 = tl.where(_keep_before(row), x6, 0.0)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    # x37 = mask(dAbk, strict=True)
-    x37 = tl.where(_keep_before(row), dAbk, 0.0)
-    x50 = _load_rows(x50_ptr + tile * C * C, row, row, C, C, C, True)
-    # x51 = mask(x50, strict=True)
-    x51 = tl.where(_keep_before(row), x50, 0.0)
+    x47 = _load_rows(x47_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x24 = sum[after](g)
-        x24 = _sums(_keep_after(row), g, GATE_PARTS)
-        # x25 = exp(x24)
-        x25 = tl.exp(x24)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x27 = scale * q
-        x27 = scale * q
-        # x2 = sum[before](g)
-        x2 = _sums(_keep_before(row), g, GATE_PARTS)
-        # x3 = exp(x2)
-        x3 = tl.exp(x2)
+        # x25 = scale * q
+        x25 = scale * q
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x13 = tl.zeros([C, BK, ], tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        x12 = tl.zeros([C, BK, ], tl.float32)
         d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x38 = tl.zeros([C, BK, ], tl.float32)
-        x53 = tl.zeros([C, BK, ], tl.float32)
+        x35 = tl.zeros([C, BK, ], tl.float32)
+        x49 = tl.zeros([C, BK, ], tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x59 = tl.zeros([C, BK, ], tl.float32)
-        # x13 = gram_dx(x12, a; g, to, strict=True)
-        # x59 = gram_dx(x51, a; g, before, strict=True)
-        # x59 -= gram_dx(x37, k; g, before, strict=True)
-        # x38 = gram_dy(x37, d; g, before, strict=True)
-        # x53 = gram_dy(x12, x27; g, to, strict=True)
-        # x53 = gram_dy(x51, d; g, before, strict=True)
-        for level in range(LEVELS):
+        x56 = tl.zeros([C, BK, ], tl.float32)
+        # x12 = gram_dx(x6, a; g, to, strict=True)
+        # x56 -= gram_dx(x47, a; g, before, strict=True)
+        # x56 = gram_dx(dAbk, k; g, before, strict=True)
+        # x35 = gram_dy(dAbk, d; g, before, strict=True)
+        # x49 = gram_dy(x6, x25; g, to, strict=True)
+        # x49 = gram_dy(x47, d; g, before, strict=True)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(a, C, BK)
+        operand_1_16 = _blocks(d, C, BK)
+        operand_2_16 = _blocks(x25, C, BK)
+        operand_3_16 = _blocks(k, C, BK)
+        cotangent_0_16 = _diagonal_blocks(x6, C)
+        cotangent_1_16 = _diagonal_blocks(dAbk, C)
+        cotangent_2_16 = _diagonal_blocks(x47, C)
+        x12_16 = _block_zeros(C, BK)
+        x56_16 = _block_zeros(C, BK)
+        x35_16 = _block_zeros(C, BK)
+        x49_16 = _block_zeros(C, BK)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay_before).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            decayed_3 = (operand_3_16 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
+            cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
+            x12_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x56_16 -= decay_before * _dot(cotangent_2, decayed_0, DOT, PRECISION)
+            x56_16 += decay_before * _dot(cotangent_1, decayed_3, DOT, PRECISION)
+            x35_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_1, DOT, PRECISION)
+            x49_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_2, DOT, PRECISION)
+            x49_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        x12 += tl.reshape(x12_16, [C, BK])
+        x56 += tl.reshape(x56_16, [C, BK])
+        x35 += tl.reshape(x35_16, [C, BK])
+        x49 += tl.reshape(x49_16, [C, BK])
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (a * decay).to(DOT)
             decayed_1 = (d * decay_before).to(DOT)
-            decayed_2 = (x27 * decay).to(DOT)
+            decayed_2 = (x25 * decay).to(DOT)
             decayed_3 = (k * decay).to(DOT)
-            d_0 = tl.where(edge, x12, 0.0).to(DOT)
-            d_1 = tl.where(edge, x51, 0.0).to(DOT)
-            d_2 = tl.where(edge, x37, 0.0).to(DOT)
-            x13 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-            x59 += decay_before * _dot(d_1, decayed_0, DOT, PRECISION)
-            x59 -= decay_before * _dot(d_2, decayed_3, DOT, PRECISION)
-            x38 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
-            x53 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
-            x53 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x17 = x13 + x16
-        x17 = x13 + x16
-        # x20 = sum[to](g)
-        x20 = _sums(_keep_to(row), g, GATE_PARTS)
-        # x21 = exp(x20)
-        x21 = tl.exp(x20)
+            cotangent_0 = tl.where(edge, x6, 0.0).to(DOT)
+            cotangent_1 = tl.where(edge, dAbk, 0.0).to(DOT)
+            cotangent_2 = tl.where(edge, x47, 0.0).to(DOT)
+            x12 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x56 -= decay_before * _dot(cotangent_2, decayed_0, DOT, PRECISION)
+            x56 += decay_before * _dot(cotangent_1, decayed_3, DOT, PRECISION)
+            x35 += decay * _dot(tl.trans(cotangent_1), decayed_1, DOT, PRECISION)
+            x49 += decay * _dot(tl.trans(cotangent_0), decayed_2, DOT, PRECISION)
+            x49 += decay * _dot(tl.trans(cotangent_2), decayed_1, DOT, PRECISION)
+        x14 = _load_rows(x14_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x16 = -(x12 + x14)
+        x16 = -(x12 + x14)
         x10 = _load_rows(x10_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((((x7 * a) + x10) + -x17) + (dQL * x21)) * scale
-        dq = ((((x7[:, None] * a) + x10) + (-x17)) + (dQL * x21)) * scale
+        x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((((x7 * a) + x10) + x16) + x20) * scale
+        dq = ((((x7[:, None] * a) + x10) + x16) + x20) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x30 = _load_rows(x30_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x39 = x30 + x38
-        x39 = x30 + x38
-        dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x28 = _load_rows(x28_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((dKT * x25) + x28) + x39
-        dk = ((dKT * x25) + x28) + x39
+        # x36 = x28 + x35
+        x36 = x28 + x35
+        x24 = _load_rows(x24_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x26 = _load_rows(x26_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = (x24 + x26) + x36
+        dk = (x24 + x26) + x36
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x45 = _load_rows(x45_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # da = ((x7 * x27) + -(x45 * x25)) + -x53
-        da = ((x7[:, None] * x27) + (-(x45 * x25))) + (-x53)
+        x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # da = ((x7 * x25) + -x43) + -x49
+        da = ((x7[:, None] * x25) + (-x43)) + (-x49)
         if NEED & 8:
             _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K % BK == 0)
-        dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dd = (dBL * x3) + -x59
-        dd = (dBL * x3) + (-x59)
+        x51 = _load_rows(x51_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dd = x51 + x56
+        dd = x51 + x56
         if NEED & 16:
             _store_rows(dd_out + ((batch * T + start) * HV + head_v) * K, dd, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x71 = sum[from]((((-(x27 * x17) + (a * x53)) + -(k * x39)) + ((dQL * x27) * x21)))
-        x71 = _sums(_keep_from(row), ((((-(x27 * x17)) + (a * x53)) + (-(k * x39))) + ((dQL * x27) * x21)), SUM_PARTS)
-        # x77 = sum[after]((-(d * x59) + ((dBL * d) * x3)))
-        x77 = _sums(_keep_after(row), ((-(d * x59)) + ((dBL * d) * x3)), SUM_PARTS)
-        # x84 = sum[before](((-(x45 * a) + (dKT * k)) * x25))
-        x84 = _sums(_keep_before(row), (((-(x45 * a)) + (dKT * k)) * x25), SUM_PARTS)
-        dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = ((x71 + x77) + x84) + (dGc * Gc)
-        dg = ((x71 + x77) + x84) + (dGc * Gc)[None, :]
+        # x64 = sum[from]((((x25 * (x16 + x20)) + (a * x49)) + -(k * x36)))
+        x64 = _running_from((((x25 * (x16 + x20)) + (a * x49)) + (-(k * x36))), row, EXACT)
+        # x66 = sum[after]((d * dd))
+        x66 = _running_after((d * dd), row, EXACT)
+        # x72 = sum[before](((x24 * k) + -(x43 * a)))
+        x72 = _running_before(((x24 * k) + (-(x43 * a))), row, EXACT)
+        x76 = tl.load(x76_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = ((x64 + x66) + x72) + x76
+        dg = ((x64 + x66) + x72) + x76[None, :]
         if NEED & 32:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
@@ -1084,7 +1257,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
-        "SUM_PARTS": 3 * parts,
+        "EXACT": wide,
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
@@ -1235,14 +1408,14 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x10 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x16 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x14 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x26 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x28 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x30 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x32 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x43 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x40 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1262,14 +1435,14 @@ def _backward_triton(
                 U,
                 W,
                 x10,
-                x16,
+                x14,
+                x26,
                 x28,
-                x30,
                 AT,
-                x34,
+                x32,
                 KT,
                 U2,
-                x43,
+                x40,
                 Gc,
                 QL,
                 scale,
@@ -1311,18 +1484,18 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x35 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x34,
+                x32,
                 Gc,
                 W,
                 QL,
                 do,
-                x35,
+                x33,
                 last,
                 dh0,
                 kept_dS,
@@ -1340,35 +1513,37 @@ def _backward_triton(
             )
         if needs & 63:
             x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x45 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x50 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dBL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x47 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x51 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x76 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
                 do,
                 x5,
                 kept_S,
+                g,
                 v,
                 kept_dS,
                 E,
-                x35,
+                x33,
                 KT,
                 U2,
-                x43,
+                x40,
+                Gc,
                 x6,
-                dQL,
-                dKT,
+                x20,
+                x24,
                 dAbk,
                 dv,
-                x45,
-                x50,
-                dBL,
-                dGc,
+                x43,
+                x47,
+                x51,
+                x76,
                 scale,
                 T,
                 NT,
@@ -1387,20 +1562,19 @@ def _backward_triton(
                 a,
                 x10,
                 g,
-                x16,
-                dQL,
-                dKT,
-                x28,
+                x14,
+                x20,
+                x24,
+                x26,
                 dAbk,
                 d,
-                x30,
+                x28,
                 q,
-                x45,
-                x50,
-                dBL,
+                x43,
+                x47,
                 k,
-                dGc,
-                Gc,
+                x51,
+                x76,
                 dq,
                 dk,
                 da,
@@ -1685,28 +1859,28 @@ def _backward_torch(
     # W = E @ (d * x3)
     W = E @ (d * x3)
     if needs & 126:
-        # x27 = scale * q
-        x27 = scale * q
-    # x24 = sum[after](g)
-    x24 = _run(g, 'after')
-    # x25 = exp(x24)
-    x25 = torch.exp(x24)
-    # AT = a * x25
-    AT = a * x25
+        # x25 = scale * q
+        x25 = scale * q
+    # x22 = sum[after](g)
+    x22 = _run(g, 'after')
+    # x23 = exp(x22)
+    x23 = torch.exp(x22)
+    # AT = a * x23
+    AT = a * x23
     if needs & 61:
-        # KT = k * x25
-        KT = k * x25
-    # x87 = sum[all](g)
-    x87 = g.sum(-2)
-    # Gc = exp(x87)
-    Gc = torch.exp(x87)
-    # x20 = sum[to](g)
-    x20 = _run(g, 'to')
-    # x21 = exp(x20)
-    x21 = torch.exp(x20)
+        # KT = k * x23
+        KT = k * x23
+    # x75 = sum[all](g)
+    x75 = g.sum(-2)
+    # Gc = exp(x75)
+    Gc = torch.exp(x75)
+    # x18 = sum[to](g)
+    x18 = _run(g, 'to')
+    # x19 = exp(x18)
+    x19 = torch.exp(x18)
     if needs & 126:
-        # QL = x27 * x21
-        QL = x27 * x21
+        # QL = x25 * x19
+        QL = x25 * x19
     if needs & 57:
         # x = Abk @ v
         x = Abk @ v
@@ -1716,33 +1890,30 @@ def _backward_torch(
         # dAqk = do @ v^T
         dAqk = do @ v.mT
     if needs & 126:
-        # x33 = Aqa^T @ do
-        x33 = Aqa.mT @ do
-        # x34 = -x33
-        x34 = -x33
+        # x31 = Aqa^T @ do
+        x31 = Aqa.mT @ do
+        # x32 = -x31
+        x32 = -x31
     if needs & 4:
-        # x43 = Aqk^T @ do
-        x43 = Aqk.mT @ do
+        # x40 = Aqk^T @ do
+        x40 = Aqk.mT @ do
     if needs & 3:
         # x9 = diagonal(dAqk)
         x9 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 35:
-        # x14 = mask(dAqk, strict=True)
-        x14 = torch.tril(dAqk, -1)
     if needs & 1:
         # x10 = x9 * k
         x10 = x9[..., :, None] * k
     if needs & 33:
-        # x15 = gram_dx(x14, k; g, to, strict=True)
-        x15 = _gram_dx(x14, k, g, False)
-        # x16 = -x15
-        x16 = -x15
+        # x13 = gram_dx(dAqk, k; g, to, strict=True)
+        x13 = _gram_dx(dAqk, k, g, False)
+        # x14 = -x13
+        x14 = -x13
     if needs & 2:
-        # x28 = x9 * x27
-        x28 = x9[..., :, None] * x27
+        # x26 = x9 * x25
+        x26 = x9[..., :, None] * x25
     if needs & 34:
-        # x30 = gram_dy(x14, x27; g, to, strict=True)
-        x30 = _gram_dy(x14, x27, g, False)
+        # x28 = gram_dy(dAqk, x25; g, to, strict=True)
+        x28 = _gram_dy(dAqk, x25, g, False)
     if needs & 57:
         S = state
         x5_all: list[Tensor] = []
@@ -1759,12 +1930,12 @@ def _backward_torch(
             x4 = W_here @ S
             # x5 = U + x4
             x5 = U_here + x4
-            # x90 = KT^T @ v
-            x90 = KT_here.mT @ v_here
-            # x92 = AT^T @ x5
-            x92 = AT_here.mT @ x5
-            # S_next = ((S * Gc) + x90) + -x92
-            S_next = ((S * Gc_here[..., :, None]) + x90) + (-x92)
+            # x78 = KT^T @ v
+            x78 = KT_here.mT @ v_here
+            # x80 = AT^T @ x5
+            x80 = AT_here.mT @ x5
+            # S_next = ((S * Gc) + x78) + -x80
+            S_next = ((S * Gc_here[..., :, None]) + x78) + (-x80)
             x5_all.append(x5)
             S = S_next
         end_S = S
@@ -1772,30 +1943,30 @@ def _backward_torch(
         S = _stack(kept_S_all, v, NT, K, dtype)
     if needs & 126:
         dS = dstate
-        x35_all: list[Tensor] = []
+        x33_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x34_here = x34[:, chunk]
+            x32_here = x32[:, chunk]
             Gc_here = Gc[:, chunk]
             W_here = W[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x31 = AT @ dS
-            x31 = AT_here @ dS
-            # x35 = -x31 + x34
-            x35 = (-x31) + x34_here
-            # x95 = W^T @ x35
-            x95 = W_here.mT @ x35
-            # x97 = QL^T @ do
-            x97 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x95) + x97
-            dS_prev = ((dS * Gc_here[..., :, None]) + x95) + x97
-            x35_all.append(x35)
+            # x29 = AT @ dS
+            x29 = AT_here @ dS
+            # x33 = -x29 + x32
+            x33 = (-x29) + x32_here
+            # x83 = W^T @ x33
+            x83 = W_here.mT @ x33
+            # x85 = QL^T @ do
+            x85 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x83) + x85
+            dS_prev = ((dS * Gc_here[..., :, None]) + x83) + x85
+            x33_all.append(x33)
             dS = dS_prev
         end_dS = dS
-        x35 = _stack(x35_all[::-1], v, NT, C, dtype)
+        x33 = _stack(x33_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 41:
         # x6 = do @ x5^T
@@ -1807,89 +1978,92 @@ def _backward_torch(
         # dKT = v @ dS^T
         dKT = v @ dS.mT
     if needs & 58:
-        # x36 = E^T @ x35
-        x36 = E.mT @ x35
+        # x34 = E^T @ x33
+        x34 = E.mT @ x33
     if needs & 50:
-        # dAbk = x36 @ v^T
-        dAbk = x36 @ v.mT
+        # dAbk = x34 @ v^T
+        dAbk = x34 @ v.mT
     if needs & 4:
-        # x40 = KT @ dS
-        x40 = KT @ dS
-        # x41 = U2^T @ x35
-        x41 = U2.mT @ x35
-        # dv = (x40 + x41) + x43
-        dv = (x40 + x41) + x43
+        # x37 = KT @ dS
+        x37 = KT @ dS
+        # x38 = U2^T @ x33
+        x38 = U2.mT @ x33
+        # dv = (x37 + x38) + x40
+        dv = (x37 + x38) + x40
     if needs & 40:
-        # x45 = x5 @ dS^T
-        x45 = x5 @ dS.mT
+        # x42 = x5 @ dS^T
+        x42 = x5 @ dS.mT
     if needs & 56:
-        # x50 = x36 @ x5^T
-        x50 = x36 @ x5.mT
+        # x47 = x34 @ x5^T
+        x47 = x34 @ x5.mT
     if needs & 48:
-        # dBL = x36 @ S^T
-        dBL = x36 @ S.mT
+        # dBL = x34 @ S^T
+        dBL = x34 @ S.mT
     if needs & 32:
-        # x86 = dS * S
-        x86 = dS * S
-        # dGc = sum_V(x86)
-        dGc = x86.sum(-1)
+        # x74 = dS * S
+        x74 = dS * S
+        # dGc = sum_V(x74)
+        dGc = x74.sum(-1)
+    if needs & 33:
+        # x20 = dQL * x19
+        x20 = dQL * x19
+    if needs & 34:
+        # x24 = dKT * x23
+        x24 = dKT * x23
+    if needs & 40:
+        # x43 = x42 * x23
+        x43 = x42 * x23
+    if needs & 48:
+        # x51 = dBL * x3
+        x51 = dBL * x3
+    if needs & 32:
+        # x76 = dGc * Gc
+        x76 = dGc * Gc
     if needs & 9:
         # x7 = diagonal(-x6)
         x7 = (-x6).diagonal(dim1=-2, dim2=-1)
-    if needs & 41:
-        # x12 = mask(x6, strict=True)
-        x12 = torch.tril(x6, -1)
-    if needs & 50:
-        # x37 = mask(dAbk, strict=True)
-        x37 = torch.tril(dAbk, -1)
-    if needs & 56:
-        # x51 = mask(x50, strict=True)
-        x51 = torch.tril(x50, -1)
     if needs & 33:
-        # x13 = gram_dx(x12, a; g, to, strict=True)
-        x13 = _gram_dx(x12, a, g, False)
-        # x17 = x13 + x16
-        x17 = x13 + x16
+        # x12 = gram_dx(x6, a; g, to, strict=True)
+        x12 = _gram_dx(x6, a, g, False)
+        # x16 = -(x12 + x14)
+        x16 = -(x12 + x14)
     if needs & 1:
-        # dq = ((((x7 * a) + x10) + -x17) + (dQL * x21)) * scale
-        dq = ((((x7[..., :, None] * a) + x10) + (-x17)) + (dQL * x21)) * scale
+        # dq = ((((x7 * a) + x10) + x16) + x20) * scale
+        dq = ((((x7[..., :, None] * a) + x10) + x16) + x20) * scale
     if needs & 34:
-        # x38 = gram_dy(x37, d; g, before, strict=True)
-        x38 = _gram_dy(x37, d, g, True)
-        # x39 = x30 + x38
-        x39 = x30 + x38
+        # x35 = gram_dy(dAbk, d; g, before, strict=True)
+        x35 = _gram_dy(dAbk, d, g, True)
+        # x36 = x28 + x35
+        x36 = x28 + x35
     if needs & 2:
-        # dk = ((dKT * x25) + x28) + x39
-        dk = ((dKT * x25) + x28) + x39
+        # dk = (x24 + x26) + x36
+        dk = (x24 + x26) + x36
     if needs & 40:
-        # x49 = gram_dy(x12, x27; g, to, strict=True)
-        x49 = _gram_dy(x12, x27, g, False)
-        # x52 = gram_dy(x51, d; g, before, strict=True)
-        x52 = _gram_dy(x51, d, g, True)
-        # x53 = x49 + x52
-        x53 = x49 + x52
+        # x46 = gram_dy(x6, x25; g, to, strict=True)
+        x46 = _gram_dy(x6, x25, g, False)
+        # x48 = gram_dy(x47, d; g, before, strict=True)
+        x48 = _gram_dy(x47, d, g, True)
+        # x49 = x46 + x48
+        x49 = x46 + x48
     if needs & 8:
-        # da = ((x7 * x27) + -(x45 * x25)) + -x53
-        da = ((x7[..., :, None] * x27) + (-(x45 * x25))) + (-x53)
+        # da = ((x7 * x25) + -x43) + -x49
+        da = ((x7[..., :, None] * x25) + (-x43)) + (-x49)
     if needs & 48:
-        # x56 = gram_dx(x51, a; g, before, strict=True)
-        x56 = _gram_dx(x51, a, g, True)
-        # x57 = gram_dx(x37, k; g, before, strict=True)
-        x57 = _gram_dx(x37, k, g, True)
-        # x59 = x56 + -x57
-        x59 = x56 + (-x57)
-    if needs & 16:
-        # dd = (dBL * x3) + -x59
-        dd = (dBL * x3) + (-x59)
+        # x52 = gram_dx(x47, a; g, before, strict=True)
+        x52 = _gram_dx(x47, a, g, True)
+        # x53 = gram_dx(dAbk, k; g, before, strict=True)
+        x53 = _gram_dx(dAbk, k, g, True)
+        # dd = x51 + -(x52 + -x53)
+        dd = x51 + (-(x52 + (-x53)))
     if needs & 32:
-        # x71 = sum[from]((((-(x27 * x17) + (a * x53)) + -(k * x39)) + ((dQL * x27) * x21)))
-        x71 = _run(((((-(x27 * x17)) + (a * x53)) + (-(k * x39))) + ((dQL * x27) * x21)), 'from')
-        # x77 = sum[after]((-(d * x59) + ((dBL * d) * x3)))
-        x77 = _run(((-(d * x59)) + ((dBL * d) * x3)), 'after')
-        # x84 = sum[before](((-(x45 * a) + (dKT * k)) * x25))
-        x84 = _run((((-(x45 * a)) + (dKT * k)) * x25), 'before')
-        # dg = ((x71 + x77) + x84) + (dGc * Gc)
-        dg = ((x71 + x77) + x84) + (dGc * Gc)[..., None, :]
+        # x64 = sum[from]((((x25 * (x16 + x20)) + (a * x49)) + -(k * x36)))
+        x64 = _run((((x25 * (x16 + x20)) + (a * x49)) + (-(k * x36))), 'from')
+        # x66 = sum[after]((d * dd))
+        x66 = _run((d * dd), 'after')
+        # x72 = sum[before](((x24 * k) + -(x43 * a)))
+        x72 = _run(((x24 * k) + (-(x43 * a))), 'before')
+        # dg = ((x64 + x66) + x72) + x76
+        dg = ((x64 + x66) + x72) + x76[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 003c458a:
+# Gated DeltaNet, program 361c01f8:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn"]
 
-_NAME = "gdn_003c458a"
+_NAME = "gdn_361c01f8"
 
 
 def _jit(function: Any) -> Any:
@@ -111,6 +111,45 @@ def _sums(keep, x, PARTS: tl.constexpr):
     return out
 
 
+# Running sums of gradients: the same, but a difference of two sums will do.
+
+
+@_jit
+def _running_to(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_to(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0)
+    return out
+
+
+@_jit
+def _running_before(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_before(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0) - x
+    return out
+
+
+@_jit
+def _running_after(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_after(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True) - x
+    return out
+
+
+@_jit
+def _running_from(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_from(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True)
+    return out
+
+
 @_jit
 def _sums_of_numbers(keep, x):
     """The same for one number a token."""
@@ -152,12 +191,74 @@ def _reach(c, level, BEFORE: tl.constexpr):
     return ((r >> level) == (m >> level)) & ((second & up) | ((second == 0) & (m > r)))
 
 
+# The four lowest levels of a tree join tokens of one block of 16, so they are products of 16 x 16 tiles: [C/16, 16, ..].
+
+
 @_jit
-def _inverse(n, c, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _blocks(x, C: tl.constexpr, N: tl.constexpr):
+    return tl.reshape(x, [C // 16, 16, N])
+
+
+@_jit
+def _block_zeros(C: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([C // 16, 16, N], tl.float32)
+
+
+@_jit
+def _block_diagonals(x):
+    """[C/16, 16] on the diagonals of [C/16, 16, 16]."""
+    lane = tl.arange(0, 16)
+    return tl.where((lane[:, None] == lane[None, :])[None, :, :], x[:, :, None], 0.0)
+
+
+@_jit
+def _diagonal_blocks(x, C: tl.constexpr):
+    """The 16 x 16 blocks on the diagonal of a [C, C] tile."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(x, [C // 16, 16, C // 16, 16]), 0.0), 2)
+
+
+@_jit
+def _from_blocks(x, C: tl.constexpr):
+    """A [C, C] tile with the given blocks on its diagonal."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
+
+
+@_jit
+def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
+    """_sums within each block of 16 tokens."""
+    ones = tl.broadcast_to(tl.where(keep, 1.0, 0.0)[None, :, :], [C // 16, 16, 16])
+    if PARTS == 0:
+        out = tl.dot(ones, x, input_precision="ieee")
+    else:
+        ones = ones.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        out = tl.dot(ones, part)
+        if PARTS > 1:
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            out = tl.dot(ones, part, out)
+        if PARTS > 2:
+            x = x - part.to(tl.float32)
+            out = tl.dot(ones, x.to(tl.bfloat16), out)
+    return out
+
+
+@_jit
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
-    e = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(_edge(c, 0), n, 0.0)
-    for level in range(1, LEVELS):
-        below = tl.where(_edge(c, level), n, 0.0)
+    lane = tl.arange(0, 16)
+    n_16 = _diagonal_blocks(n, C)
+    e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
+    for level in range(1, 4):
+        below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
+        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+    e = _from_blocks(e_16, C)
+    for level in range(4, LEVELS):
+        below = tl.where(_edge(row, level), n, 0.0)
         e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
     return e
 
@@ -215,7 +316,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -229,10 +330,6 @@ def _forward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x = pair(g, to, strict=False)
-    x = _pairs(g, row, False, False, GATE_PARTS)
-    # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, row, False, True, GATE_PARTS)
     # x9 = sum[to](g)
     x9 = _sums_of_numbers(_keep_to(row), g)
     # x10 = exp(x9)
@@ -274,11 +371,15 @@ def _forward_prepare(
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x7 = beta * v
         x7 = beta[:, None] * v
+    # x = pair(g, to, strict=False)
+    x = _pairs(g, row, False, False, GATE_PARTS)
     # Aqa = x * x3
     Aqa = x * x3
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs(g, row, False, True, GATE_PARTS)
     # E = inverse((beta * (x4 * x5)))
-    E = _inverse((beta[:, None] * (x4 * x5)), row, LEVELS, SOLVE)
+    E = _inverse((beta[:, None] * (x4 * x5)), row, C, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -323,7 +424,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -393,7 +494,7 @@ def _backward_prepare(
     U_out,
     W_out,
     AT_out,
-    x20_out,
+    x19_out,
     Gc_out,
     QL_out,
     scale,
@@ -411,7 +512,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -429,14 +530,14 @@ def _backward_prepare(
     x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    # x16 = sum[after](g)
-    x16 = _sums_of_numbers(_keep_after(row), g)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
-    # x58 = sum[all](g)
-    x58 = tl.sum(g, 0)
-    # Gc = exp(x58)
-    Gc = tl.exp(x58)
+    # x15 = sum[after](g)
+    x15 = _sums_of_numbers(_keep_after(row), g)
+    # x16 = exp(x15)
+    x16 = tl.exp(x15)
+    # x56 = sum[all](g)
+    x56 = tl.sum(g, 0)
+    # Gc = exp(x56)
+    Gc = tl.exp(x56)
     tl.store(Gc_out + tile, Gc)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
@@ -447,8 +548,8 @@ def _backward_prepare(
         # W = E @ ((beta * k) * x2)
         W = _dot(E, ((beta[:, None] * k) * x2[:, None]), DOT, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
-        # AT = k * x17
-        AT = k * x17[:, None]
+        # AT = k * x16
+        AT = k * x16[:, None]
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
@@ -463,9 +564,9 @@ def _backward_prepare(
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x20 = Aqa^T @ do
-        x20 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x20_out + tile * C * V, x20, row, col_v, V, C, V, V % BV == 0)
+        # x19 = Aqa^T @ do
+        x19 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x19_out + tile * C * V, x19, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -493,7 +594,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -528,11 +629,11 @@ def _backward_scan(
         Vnew = U + (-x7)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x69 = AT^T @ Vnew
-        x69 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        # x67 = AT^T @ Vnew
+        x67 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x69 + (S * Gc)
-        S_next = x69 + (S * Gc)
+        # S_next = x67 + (S * Gc)
+        S_next = x67 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -541,7 +642,7 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x20_ptr,
+    x19_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
@@ -565,7 +666,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -593,22 +694,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x19 = AT @ dS
-        x19 = _dot(AT, dS, DOT, PRECISION)
-        x20 = _load_rows(x20_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x19 + x20
-        dVnew = x19 + x20
+        # x18 = AT @ dS
+        x18 = _dot(AT, dS, DOT, PRECISION)
+        x19 = _load_rows(x19_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x18 + x19
+        dVnew = x18 + x19
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x72 = QL^T @ do
-        x72 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x70 = QL^T @ do
+        x70 = _dot(tl.trans(QL), do, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x74 = W^T @ dVnew
-        x74 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        # x72 = W^T @ dVnew
+        x72 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x72) + -x74
-        dS_prev = ((dS * Gc) + x72) + (-x74)
+        # dS_prev = ((dS * Gc) + x70) + -x72
+        dS_prev = ((dS * Gc) + x70) + (-x72)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -622,16 +723,17 @@ def _backward_finish(
     dS_ptr,
     E_ptr,
     dVnew_ptr,
+    g_ptr,
     beta_ptr,
     v_ptr,
     dQL_out,
     dAqa_out,
     dAT_out,
-    x22_out,
+    x21_out,
     x25_out,
     dv_out,
-    x57_out,
-    x66_out,
+    x55_out,
+    x64_out,
     scale,
     T,
     NT,
@@ -647,7 +749,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -666,11 +768,11 @@ def _backward_finish(
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x22 = tl.zeros([C, BK, ], tl.float32)
-    x25 = tl.zeros([C, C, ], tl.float32)
+    x21 = tl.zeros([C, BK, ], tl.float32)
+    x24 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x57 = tl.zeros([BK, ], tl.float32)
-    x66 = tl.zeros([C, ], tl.float32)
+    x55 = tl.zeros([BK, ], tl.float32)
+    x64 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -685,32 +787,37 @@ def _backward_finish(
         # dAT = Vnew @ dS^T
         dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x21 = E^T @ dVnew
-        x21 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x22 = x21 @ S^T
-        x22 += _dot(x21, tl.trans(S), DOT, PRECISION)
-        # x25 = x21 @ Vnew^T
-        x25 += _dot(x21, tl.trans(Vnew), DOT, PRECISION)
-        # dv = x21 * beta
-        dv = x21 * beta[:, None]
+        # x20 = E^T @ dVnew
+        x20 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x21 = x20 @ S^T
+        x21 += _dot(x20, tl.trans(S), DOT, PRECISION)
+        # x24 = x20 @ Vnew^T
+        x24 += _dot(x20, tl.trans(Vnew), DOT, PRECISION)
+        # dv = x20 * beta
+        dv = x20 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x56 = dS * S
-        x56 = dS * S
-        # x57 = sum_V(x56)
-        x57 += tl.sum(x56, 1)
+        # x54 = dS * S
+        x54 = dS * S
+        # x55 = sum_V(x54)
+        x55 += tl.sum(x54, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x65 = x21 * v
-        x65 = x21 * v
-        # x66 = sum_V(x65)
-        x66 += tl.sum(x65, 1)
+        # x63 = x20 * v
+        x63 = x20 * v
+        # x64 = sum_V(x63)
+        x64 += tl.sum(x63, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
     _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x22_out + tile * C * K, x22, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x21_out + tile * C * K, x21, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x55_out + tile * K + col_k, x55, mask=col_k < K)
+    tl.store(x64_out + tile * C + row, x64, mask=row < C)
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs(g, row, False, True, GATE_PARTS)
+    # x25 = x4 * x24
+    x25 = x4 * x24
     _store_rows(x25_out + tile * C * C, x25, row, row, C, C, C, True)
-    tl.store(x57_out + tile * K + col_k, x57, mask=col_k < K)
-    tl.store(x66_out + tile * C + row, x66, mask=row < C)
 
 
 @_jit
@@ -720,13 +827,13 @@ def _backward_finish_1(
     dAqa_ptr,
     k_ptr,
     dAT_ptr,
-    x22_ptr,
+    x21_ptr,
     x25_ptr,
     beta_ptr,
     q_ptr,
-    x57_ptr,
+    x55_ptr,
     Gc_ptr,
-    x66_ptr,
+    x64_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -746,7 +853,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -764,85 +871,79 @@ def _backward_finish_1(
     x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x9 = mask(dAqa, strict=True)
-    x9 = tl.where(_keep_before(row), dAqa, 0.0)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True, GATE_PARTS)
-    # x10 = x4 * x9
-    x10 = x4 * x9
-    # x12 = diagonal(dAqa)
-    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    # x16 = sum[after](g)
-    x16 = _sums_of_numbers(_keep_after(row), g)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
+    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
+    # x9 = x4 * dAqa
+    x9 = x4 * dAqa
+    # x11 = diagonal(dAqa)
+    x11 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    # x15 = sum[after](g)
+    x15 = _sums_of_numbers(_keep_after(row), g)
+    # x16 = exp(x15)
+    x16 = tl.exp(x15)
     x25 = _load_rows(x25_ptr + tile * C * C, row, row, C, C, C, True)
-    # x26 = mask(x25, strict=True)
-    x26 = tl.where(_keep_before(row), x25, 0.0)
-    # x27 = x4 * x26
-    x27 = x4 * x26
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x44 = tl.zeros([C, ], tl.float32)
-    x52 = tl.zeros([C, ], tl.float32)
+    x42 = tl.zeros([C, ], tl.float32)
+    x50 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
-    x62 = tl.zeros([C, ], tl.float32)
-    x68 = tl.zeros([C, ], tl.float32)
+    x60 = tl.zeros([C, ], tl.float32)
+    x66 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x11 = x10 @ k
-        x11 = _dot(x10, k, DOT, PRECISION)
+        # x10 = x9 @ k
+        x10 = _dot(x9, k, DOT, PRECISION)
         dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
-        dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
+        # dq = ((dQL * x2) + (x10 + (x11 * k))) * scale
+        dq = ((dQL * x2[:, None]) + (x10 + (x11[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x28 = x27 @ k
-        x28 = _dot(x27, k, DOT, PRECISION)
-        x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x30 = -(x22 * x2) + -x28
-        x30 = (-(x22 * x2[:, None])) + (-x28)
+        # x26 = x25 @ k
+        x26 = _dot(x25, k, DOT, PRECISION)
+        x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x28 = -(x21 * x2) + -x26
+        x28 = (-(x21 * x2[:, None])) + (-x26)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x33 = scale * q
-        x33 = scale * q
-        # x36 = x10^T @ x33
-        x36 = _dot(tl.trans(x10), x33, DOT, PRECISION)
+        # x31 = scale * q
+        x31 = scale * q
+        # x34 = x9^T @ x31
+        x34 = _dot(tl.trans(x9), x31, DOT, PRECISION)
         # x6 = beta * k
         x6 = beta[:, None] * k
-        # x37 = x27^T @ x6
-        x37 = _dot(tl.trans(x27), x6, DOT, PRECISION)
-        # x39 = x36 + -x37
-        x39 = x36 + (-x37)
+        # x35 = x25^T @ x6
+        x35 = _dot(tl.trans(x25), x6, DOT, PRECISION)
+        # x37 = x34 + -x35
+        x37 = x34 + (-x35)
         dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = (((dAT * x17) + (x30 * beta)) + (x12 * x33)) + x39
-        dk = (((dAT * x17[:, None]) + (x30 * beta[:, None])) + (x12[:, None] * x33)) + x39
+        # dk = (((dAT * x16) + (x28 * beta)) + (x11 * x31)) + x37
+        dk = (((dAT * x16[:, None]) + (x28 * beta[:, None])) + (x11[:, None] * x31)) + x37
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x44 = sum_K(((dQL * x33) + -(x22 * x6)))
-        x44 += tl.sum(((dQL * x33) + (-(x22 * x6))), 1)
-        # x52 = sum_K((((x6 * x28) + (k * x39)) + -(x33 * x11)))
-        x52 += tl.sum((((x6 * x28) + (k * x39)) + (-(x33 * x11))), 1)
-        x57 = tl.load(x57_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x57)
-        dGc += tl.sum(x57, 0)
-        # x62 = sum_K((dAT * k))
-        x62 += tl.sum((dAT * k), 1)
-        # x68 = sum_K((x30 * k))
-        x68 += tl.sum((x30 * k), 1)
-    # x55 = sum[from](((x44 * x2) + -x52))
-    x55 = _sums_of_numbers(_keep_from(row), ((x44 * x2) + (-x52)))
-    # x64 = sum[before]((x62 * x17))
-    x64 = _sums_of_numbers(_keep_before(row), (x62 * x17))
+        # x42 = sum_K(((dQL * x31) + -(x21 * x6)))
+        x42 += tl.sum(((dQL * x31) + (-(x21 * x6))), 1)
+        # x50 = sum_K((((x6 * x26) + (k * x37)) + -(x31 * x10)))
+        x50 += tl.sum((((x6 * x26) + (k * x37)) + (-(x31 * x10))), 1)
+        x55 = tl.load(x55_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x55)
+        dGc += tl.sum(x55, 0)
+        # x60 = sum_K((dAT * k))
+        x60 += tl.sum((dAT * k), 1)
+        # x66 = sum_K((x28 * k))
+        x66 += tl.sum((x28 * k), 1)
+    # x53 = sum[from](((x42 * x2) + -x50))
+    x53 = _sums_of_numbers(_keep_from(row), ((x42 * x2) + (-x50)))
+    # x62 = sum[before]((x60 * x16))
+    x62 = _sums_of_numbers(_keep_before(row), (x60 * x16))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x55 + (dGc * Gc)) + x64
-    dg = (x55 + (dGc * Gc)) + x64
+    # dg = (x53 + (dGc * Gc)) + x62
+    dg = (x53 + (dGc * Gc)) + x62
     if NEED & 8:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    x66 = tl.load(x66_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x66 + x68
-    dbeta = x66 + x68
+    x64 = tl.load(x64_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x64 + x66
+    dbeta = x64 + x66
     if NEED & 16:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -950,7 +1051,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
-        "SUM_PARTS": 3 * parts,
+        "EXACT": wide,
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
@@ -1084,7 +1185,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x20 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x19 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1101,7 +1202,7 @@ def _backward_triton(
                 U,
                 W,
                 AT,
-                x20,
+                x19,
                 Gc,
                 QL,
                 scale,
@@ -1147,7 +1248,7 @@ def _backward_triton(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x20,
+                x19,
                 Gc,
                 QL,
                 do,
@@ -1172,10 +1273,10 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x21 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x25 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x57 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x66 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x55 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x64 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1185,16 +1286,17 @@ def _backward_triton(
                 kept_dS,
                 E,
                 dVnew,
+                g,
                 beta,
                 v,
                 dQL,
                 dAqa,
                 dAT,
-                x22,
+                x21,
                 x25,
                 dv,
-                x57,
-                x66,
+                x55,
+                x64,
                 scale,
                 T,
                 NT,
@@ -1214,13 +1316,13 @@ def _backward_triton(
                 dAqa,
                 k,
                 dAT,
-                x22,
+                x21,
                 x25,
                 beta,
                 q,
-                x57,
+                x55,
                 Gc,
-                x66,
+                x64,
                 dq,
                 dk,
                 dg,
@@ -1389,10 +1491,6 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g, beta,))
-    # x = pair(g, to, strict=False)
-    x = _pairs_of(g, False, False)
-    # x4 = pair(g, to, strict=True)
-    x4 = _pairs_of(g, False, True)
     # x9 = sum[to](g)
     x9 = _run(g[..., None], 'to')[..., 0]
     # x10 = exp(x9)
@@ -1413,8 +1511,12 @@ def _forward_torch(
     QL = x2 * x10[..., :, None]
     # AT = k * exp(x15)
     AT = k * torch.exp(x15)[..., :, None]
+    # x = pair(g, to, strict=False)
+    x = _pairs_of(g, False, False)
     # Aqa = x * x3
     Aqa = x * x3
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs_of(g, False, True)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse_of((beta[..., :, None] * (x4 * x5)))
     # W = E @ ((beta * k) * x10)
@@ -1483,31 +1585,31 @@ def _backward_torch(
     x = _run(g[..., None], 'to')[..., 0]
     # x2 = exp(x)
     x2 = torch.exp(x)
-    # x16 = sum[after](g)
-    x16 = _run(g[..., None], 'after')[..., 0]
-    # x17 = exp(x16)
-    x17 = torch.exp(x16)
-    # x58 = sum[all](g)
-    x58 = g.sum(-1)
-    # Gc = exp(x58)
-    Gc = torch.exp(x58)
+    # x15 = sum[after](g)
+    x15 = _run(g[..., None], 'after')[..., 0]
+    # x16 = exp(x15)
+    x16 = torch.exp(x15)
+    # x56 = sum[all](g)
+    x56 = g.sum(-1)
+    # Gc = exp(x56)
+    Gc = torch.exp(x56)
     # x6 = beta * k
     x6 = beta[..., :, None] * k
     # W = E @ (x6 * x2)
     W = E @ (x6 * x2[..., :, None])
-    # AT = k * x17
-    AT = k * x17[..., :, None]
+    # AT = k * x16
+    AT = k * x16[..., :, None]
     if needs & 62:
-        # x33 = scale * q
-        x33 = scale * q
-        # QL = x33 * x2
-        QL = x33 * x2[..., :, None]
+        # x31 = scale * q
+        x31 = scale * q
+        # QL = x31 * x2
+        QL = x31 * x2[..., :, None]
     if needs & 27:
         # U = E @ (beta * v)
         U = E @ (beta[..., :, None] * v)
     if needs & 62:
-        # x20 = Aqa^T @ do
-        x20 = Aqa.mT @ do
+        # x19 = Aqa^T @ do
+        x19 = Aqa.mT @ do
     if needs & 27:
         S = state
         Vnew_all: list[Tensor] = []
@@ -1522,10 +1624,10 @@ def _backward_torch(
             x7 = W_here @ S
             # Vnew = U + -x7
             Vnew = U_here + (-x7)
-            # x69 = AT^T @ Vnew
-            x69 = AT_here.mT @ Vnew
-            # S_next = x69 + (S * Gc)
-            S_next = x69 + (S * Gc_here[..., None, None])
+            # x67 = AT^T @ Vnew
+            x67 = AT_here.mT @ Vnew
+            # S_next = x67 + (S * Gc)
+            S_next = x67 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1537,22 +1639,22 @@ def _backward_torch(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x20_here = x20[:, chunk]
+            x19_here = x19[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             W_here = W[:, chunk]
             kept_dS_all.append(dS)
-            # x19 = AT @ dS
-            x19 = AT_here @ dS
-            # dVnew = x19 + x20
-            dVnew = x19 + x20_here
-            # x72 = QL^T @ do
-            x72 = QL_here.mT @ do_here
-            # x74 = W^T @ dVnew
-            x74 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x72) + -x74
-            dS_prev = ((dS * Gc_here[..., None, None]) + x72) + (-x74)
+            # x18 = AT @ dS
+            x18 = AT_here @ dS
+            # dVnew = x18 + x19
+            dVnew = x18 + x19_here
+            # x70 = QL^T @ do
+            x70 = QL_here.mT @ do_here
+            # x72 = W^T @ dVnew
+            x72 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x70) + -x72
+            dS_prev = ((dS * Gc_here[..., None, None]) + x70) + (-x72)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -1568,87 +1670,82 @@ def _backward_torch(
         # dAT = Vnew @ dS^T
         dAT = Vnew @ dS.mT
     if needs & 30:
-        # x21 = E^T @ dVnew
-        x21 = E.mT @ dVnew
+        # x20 = E^T @ dVnew
+        x20 = E.mT @ dVnew
     if needs & 26:
-        # x22 = x21 @ S^T
-        x22 = x21 @ S.mT
-        # x25 = x21 @ Vnew^T
-        x25 = x21 @ Vnew.mT
+        # x21 = x20 @ S^T
+        x21 = x20 @ S.mT
+        # x24 = x20 @ Vnew^T
+        x24 = x20 @ Vnew.mT
     if needs & 4:
-        # dv = x21 * beta
-        dv = x21 * beta[..., :, None]
+        # dv = x20 * beta
+        dv = x20 * beta[..., :, None]
     if needs & 8:
-        # x56 = dS * S
-        x56 = dS * S
-        # x57 = sum_V(x56)
-        x57 = x56.sum(-1)
+        # x54 = dS * S
+        x54 = dS * S
+        # x55 = sum_V(x54)
+        x55 = x54.sum(-1)
     if needs & 16:
-        # x65 = x21 * v
-        x65 = x21 * v
-        # x66 = sum_V(x65)
-        x66 = x65.sum(-1)
-    if needs & 11:
-        # x9 = mask(dAqa, strict=True)
-        x9 = torch.tril(dAqa, -1)
+        # x63 = x20 * v
+        x63 = x20 * v
+        # x64 = sum_V(x63)
+        x64 = x63.sum(-1)
     if needs & 27:
         # x4 = pair(g, to, strict=True)
         x4 = _pairs_of(g, False, True)
+    if needs & 26:
+        # x25 = x4 * x24
+        x25 = x4 * x24
     if needs & 11:
-        # x10 = x4 * x9
-        x10 = x4 * x9
+        # x9 = x4 * dAqa
+        x9 = x4 * dAqa
     if needs & 3:
-        # x12 = diagonal(dAqa)
-        x12 = dAqa.diagonal(dim1=-2, dim2=-1)
-    if needs & 26:
-        # x26 = mask(x25, strict=True)
-        x26 = torch.tril(x25, -1)
-        # x27 = x4 * x26
-        x27 = x4 * x26
+        # x11 = diagonal(dAqa)
+        x11 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
-        # x11 = x10 @ k
-        x11 = x10 @ k
+        # x10 = x9 @ k
+        x10 = x9 @ k
     if needs & 1:
-        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
-        dq = ((dQL * x2[..., :, None]) + (x11 + (x12[..., :, None] * k))) * scale
+        # dq = ((dQL * x2) + (x10 + (x11 * k))) * scale
+        dq = ((dQL * x2[..., :, None]) + (x10 + (x11[..., :, None] * k))) * scale
     if needs & 26:
-        # x28 = x27 @ k
-        x28 = x27 @ k
+        # x26 = x25 @ k
+        x26 = x25 @ k
     if needs & 18:
-        # x30 = -(x22 * x2) + -x28
-        x30 = (-(x22 * x2[..., :, None])) + (-x28)
+        # x28 = -(x21 * x2) + -x26
+        x28 = (-(x21 * x2[..., :, None])) + (-x26)
     if needs & 10:
-        # x36 = x10^T @ x33
-        x36 = x10.mT @ x33
-        # x37 = x27^T @ x6
-        x37 = x27.mT @ x6
-        # x39 = x36 + -x37
-        x39 = x36 + (-x37)
+        # x34 = x9^T @ x31
+        x34 = x9.mT @ x31
+        # x35 = x25^T @ x6
+        x35 = x25.mT @ x6
+        # x37 = x34 + -x35
+        x37 = x34 + (-x35)
     if needs & 2:
-        # dk = (((dAT * x17) + (x30 * beta)) + (x12 * x33)) + x39
-        dk = (((dAT * x17[..., :, None]) + (x30 * beta[..., :, None])) + (x12[..., :, None] * x33)) + x39
+        # dk = (((dAT * x16) + (x28 * beta)) + (x11 * x31)) + x37
+        dk = (((dAT * x16[..., :, None]) + (x28 * beta[..., :, None])) + (x11[..., :, None] * x31)) + x37
     if needs & 8:
-        # x44 = sum_K(((dQL * x33) + -(x22 * x6)))
-        x44 = ((dQL * x33) + (-(x22 * x6))).sum(-1)
-        # x52 = sum_K((((x6 * x28) + (k * x39)) + -(x33 * x11)))
-        x52 = (((x6 * x28) + (k * x39)) + (-(x33 * x11))).sum(-1)
-        # dGc = sum_K(x57)
-        dGc = x57.sum(-1)
-        # x62 = sum_K((dAT * k))
-        x62 = (dAT * k).sum(-1)
+        # x42 = sum_K(((dQL * x31) + -(x21 * x6)))
+        x42 = ((dQL * x31) + (-(x21 * x6))).sum(-1)
+        # x50 = sum_K((((x6 * x26) + (k * x37)) + -(x31 * x10)))
+        x50 = (((x6 * x26) + (k * x37)) + (-(x31 * x10))).sum(-1)
+        # dGc = sum_K(x55)
+        dGc = x55.sum(-1)
+        # x60 = sum_K((dAT * k))
+        x60 = (dAT * k).sum(-1)
     if needs & 16:
-        # x68 = sum_K((x30 * k))
-        x68 = (x30 * k).sum(-1)
+        # x66 = sum_K((x28 * k))
+        x66 = (x28 * k).sum(-1)
     if needs & 8:
-        # x55 = sum[from](((x44 * x2) + -x52))
-        x55 = _run(((x44 * x2) + (-x52))[..., None], 'from')[..., 0]
-        # x64 = sum[before]((x62 * x17))
-        x64 = _run((x62 * x17)[..., None], 'before')[..., 0]
-        # dg = (x55 + (dGc * Gc)) + x64
-        dg = (x55 + (dGc * Gc)[..., None]) + x64
+        # x53 = sum[from](((x42 * x2) + -x50))
+        x53 = _run(((x42 * x2) + (-x50))[..., None], 'from')[..., 0]
+        # x62 = sum[before]((x60 * x16))
+        x62 = _run((x60 * x16)[..., None], 'before')[..., 0]
+        # dg = (x53 + (dGc * Gc)) + x62
+        dg = (x53 + (dGc * Gc)[..., None]) + x62
     if needs & 16:
-        # dbeta = x66 + x68
-        dbeta = x66 + x68
+        # dbeta = x64 + x66
+        dbeta = x64 + x66
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 574d690d:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 31b4ef10:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_574d690d"
+_NAME = "gdn2_clipped_31b4ef10"
 
 
 def _jit(function: Any) -> Any:
@@ -113,6 +113,45 @@ def _sums(keep, x, PARTS: tl.constexpr):
     return out
 
 
+# Running sums of gradients: the same, but a difference of two sums will do.
+
+
+@_jit
+def _running_to(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_to(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0)
+    return out
+
+
+@_jit
+def _running_before(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_before(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0) - x
+    return out
+
+
+@_jit
+def _running_after(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_after(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True) - x
+    return out
+
+
+@_jit
+def _running_from(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_from(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True)
+    return out
+
+
 @_jit
 def _sums_of_numbers(keep, x):
     """The same for one number a token."""
@@ -154,12 +193,74 @@ def _reach(c, level, BEFORE: tl.constexpr):
     return ((r >> level) == (m >> level)) & ((second & up) | ((second == 0) & (m > r)))
 
 
+# The four lowest levels of a tree join tokens of one block of 16, so they are products of 16 x 16 tiles: [C/16, 16, ..].
+
+
 @_jit
-def _inverse(n, c, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _blocks(x, C: tl.constexpr, N: tl.constexpr):
+    return tl.reshape(x, [C // 16, 16, N])
+
+
+@_jit
+def _block_zeros(C: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([C // 16, 16, N], tl.float32)
+
+
+@_jit
+def _block_diagonals(x):
+    """[C/16, 16] on the diagonals of [C/16, 16, 16]."""
+    lane = tl.arange(0, 16)
+    return tl.where((lane[:, None] == lane[None, :])[None, :, :], x[:, :, None], 0.0)
+
+
+@_jit
+def _diagonal_blocks(x, C: tl.constexpr):
+    """The 16 x 16 blocks on the diagonal of a [C, C] tile."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(x, [C // 16, 16, C // 16, 16]), 0.0), 2)
+
+
+@_jit
+def _from_blocks(x, C: tl.constexpr):
+    """A [C, C] tile with the given blocks on its diagonal."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
+
+
+@_jit
+def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
+    """_sums within each block of 16 tokens."""
+    ones = tl.broadcast_to(tl.where(keep, 1.0, 0.0)[None, :, :], [C // 16, 16, 16])
+    if PARTS == 0:
+        out = tl.dot(ones, x, input_precision="ieee")
+    else:
+        ones = ones.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        out = tl.dot(ones, part)
+        if PARTS > 1:
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            out = tl.dot(ones, part, out)
+        if PARTS > 2:
+            x = x - part.to(tl.float32)
+            out = tl.dot(ones, x.to(tl.bfloat16), out)
+    return out
+
+
+@_jit
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
-    e = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(_edge(c, 0), n, 0.0)
-    for level in range(1, LEVELS):
-        below = tl.where(_edge(c, level), n, 0.0)
+    lane = tl.arange(0, 16)
+    n_16 = _diagonal_blocks(n, C)
+    e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
+    for level in range(1, 4):
+        below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
+        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+    e = _from_blocks(e_16, C)
+    for level in range(4, LEVELS):
+        below = tl.where(_edge(row, level), n, 0.0)
         e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
     return e
 
@@ -223,7 +324,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -264,14 +365,6 @@ def _forward_prepare(
     x5 = tl.sqrt(x4)
     # x8 = sqrt(x7)
     x8 = tl.sqrt(x7)
-    # x9 = x5 * x8
-    x9 = x5 * x8
-    # x10 = x9 + -2
-    x10 = x9 + -2.0
-    # x11 = x10 * x10
-    x11 = x10 * x10
-    # x12 = 2 * x9
-    x12 = 2.0 * x9
     x18 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -288,8 +381,12 @@ def _forward_prepare(
         x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
         # x18 = sum_K((x16 * x16))
         x18 += tl.sum((x16 * x16), 1)
-    # x25 = -log((0.5 * (x9 + sqrt((x11 + (x12 * x18))))))
-    x25 = -tl.log((0.5 * (x9 + tl.sqrt((x11 + (x12 * x18))))))
+    # x9 = x5 * x8
+    x9 = x5 * x8
+    # x10 = x9 + -2
+    x10 = x9 + -2.0
+    # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2 * x9) * x18))))))
+    x25 = -tl.log((0.5 * (x9 + tl.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     Aqk = tl.zeros([C, C, ], tl.float32)
     Aqa = tl.zeros([C, C, ], tl.float32)
     x33 = tl.zeros([C, C, ], tl.float32)
@@ -319,9 +416,29 @@ def _forward_prepare(
         # Aqa = gram(x, j; x26, to, strict=False)
         # x33 = gram(k, j; x26, to, strict=True)
         # x34 = gram(k, k; x26, to, strict=True)
-        Aqk += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * j, 1)[:, None], 0.0)
-        for level in range(LEVELS):
+        g_16 = _blocks(x26, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        operand_2_16 = _blocks(j, C, BK)
+        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        x33_16 = _block_zeros(C, 16)
+        x34_16 = _block_zeros(C, 16)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+            x33_16 += tl.where(edge, _dot(decayed_1, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+            x34_16 += tl.where(edge, _dot(decayed_1, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqk += _from_blocks(Aqk_16, C)
+        Aqa += _from_blocks(Aqa_16, C)
+        x33 += _from_blocks(x33_16, C)
+        x34 += _from_blocks(x34_16, C)
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), x26, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (x * decay).to(DOT)
@@ -332,7 +449,7 @@ def _forward_prepare(
             x33 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_2), DOT, PRECISION), 0.0)
             x34 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_1), DOT, PRECISION), 0.0)
         # x27 = sum[to](x26)
-        x27 = _sums(_keep_to(row), x26, SUM_PARTS)
+        x27 = _sums(_keep_to(row), x26, GATE_PARTS)
         # x28 = exp(x27)
         x28 = tl.exp(x27)
         # QL = x * x28
@@ -346,7 +463,7 @@ def _forward_prepare(
         Gc = tl.exp(x40)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # x42 = sum[after](x26)
-        x42 = _sums(_keep_after(row), x26, SUM_PARTS)
+        x42 = _sums(_keep_after(row), x26, GATE_PARTS)
         # x43 = exp(x42)
         x43 = tl.exp(x42)
         # KT = k * x43
@@ -359,7 +476,7 @@ def _forward_prepare(
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     # E = inverse((eta * x33))
-    E = _inverse((eta[:, None] * x33), row, LEVELS, SOLVE)
+    E = _inverse((eta[:, None] * x33), row, C, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # Abk = eta * x34
@@ -383,7 +500,7 @@ def _forward_prepare(
         x17 = x16 * x16
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         # x27 = sum[to](min(g, x25))
-        x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), SUM_PARTS)
+        x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), GATE_PARTS)
         # W = E @ (x2 * exp(x27))
         W = _dot(E, (x2 * tl.exp(x27)), DOT, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
@@ -433,7 +550,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -512,15 +629,15 @@ def _backward_prepare(
     U_out,
     W_out,
     x36_out,
-    x39_out,
+    x38_out,
+    x49_out,
     x51_out,
-    x53_out,
     AT_out,
-    x57_out,
+    x55_out,
     Gc_out,
     KT_out,
     U2_out,
-    x162_out,
+    x154_out,
     QL_out,
     scale,
     T,
@@ -537,7 +654,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -570,8 +687,8 @@ def _backward_prepare(
         # x8 = sum_K((j * j))
         x8 += tl.sum((j * j), 1)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x50 = scale * q
-        x50 = scale * q
+        # x48 = scale * q
+        x48 = scale * q
     dAqk = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
@@ -590,30 +707,20 @@ def _backward_prepare(
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ x^T
         dAqk += _dot(do, tl.trans(x), DOT, PRECISION)
-        # x56 = Aqa^T @ do
-        x56 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x57 = -x56
-        x57 = -x56
-        _store_rows(x57_out + tile * C * V, x57, row, col_v, V, C, V, V % BV == 0)
-        # x162 = Aqk^T @ do
-        x162 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x162_out + tile * C * V, x162, row, col_v, V, C, V, V % BV == 0)
+        # x54 = Aqa^T @ do
+        x54 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x55 = -x54
+        x55 = -x54
+        _store_rows(x55_out + tile * C * V, x55, row, col_v, V, C, V, V % BV == 0)
+        # x154 = Aqk^T @ do
+        x154 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x154_out + tile * C * V, x154, row, col_v, V, C, V, V % BV == 0)
     # x6 = sqrt(x5)
     x6 = tl.sqrt(x5)
     # x9 = sqrt(x8)
     x9 = tl.sqrt(x8)
-    # x10 = x6 * x9
-    x10 = x6 * x9
-    # x11 = x10 + -2
-    x11 = x10 + -2.0
-    # x12 = x11 * x11
-    x12 = x11 * x11
-    # x13 = 2 * x10
-    x13 = 2.0 * x10
     # x35 = diagonal(dAqk)
     x35 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    # x38 = mask(dAqk, strict=True)
-    x38 = tl.where(_keep_before(row), dAqk, 0.0)
     x19 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -634,11 +741,15 @@ def _backward_prepare(
         x36 = x35[:, None] * k
         _store_rows(x36_out + tile * C * K, x36, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x51 = x35 * (scale * q)
-        x51 = x35[:, None] * (scale * q)
-        _store_rows(x51_out + tile * C * K, x51, row, col_k, K, C, K, K % BK == 0)
-    # x26 = -log((0.5 * (x10 + sqrt((x12 + (x13 * x19))))))
-    x26 = -tl.log((0.5 * (x10 + tl.sqrt((x12 + (x13 * x19))))))
+        # x49 = x35 * (scale * q)
+        x49 = x35[:, None] * (scale * q)
+        _store_rows(x49_out + tile * C * K, x49, row, col_k, K, C, K, K % BK == 0)
+    # x10 = x6 * x9
+    x10 = x6 * x9
+    # x11 = x10 + -2
+    x11 = x10 + -2.0
+    # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2 * x10) * x19))))))
+    x26 = -tl.log((0.5 * (x10 + tl.sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -658,46 +769,62 @@ def _backward_prepare(
         # x27 = min(g, x26)
         x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x50 = scale * q
-        x50 = scale * q
-        x39 = tl.zeros([C, BK, ], tl.float32)
-        x53 = tl.zeros([C, BK, ], tl.float32)
-        # x39 = gram_dx(x38, k; x27, to, strict=True)
-        # x53 = gram_dy(x38, x50; x27, to, strict=True)
-        for level in range(LEVELS):
+        # x48 = scale * q
+        x48 = scale * q
+        x38 = tl.zeros([C, BK, ], tl.float32)
+        x51 = tl.zeros([C, BK, ], tl.float32)
+        # x38 = gram_dx(dAqk, k; x27, to, strict=True)
+        # x51 = gram_dy(dAqk, x48; x27, to, strict=True)
+        g_16 = _blocks(x27, C, BK)
+        operand_0_16 = _blocks(k, C, BK)
+        operand_1_16 = _blocks(x48, C, BK)
+        cotangent_0_16 = _diagonal_blocks(dAqk, C)
+        x38_16 = _block_zeros(C, BK)
+        x51_16 = _block_zeros(C, BK)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+            x38_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x51_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        x38 += tl.reshape(x38_16, [C, BK])
+        x51 += tl.reshape(x51_16, [C, BK])
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x50 * decay).to(DOT)
-            d_0 = tl.where(edge, x38, 0.0).to(DOT)
-            x39 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-            x53 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-        _store_rows(x39_out + tile * C * K, x39, row, col_k, K, C, K, K % BK == 0)
-        _store_rows(x53_out + tile * C * K, x53, row, col_k, K, C, K, K % BK == 0)
+            decayed_1 = (x48 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, dAqk, 0.0).to(DOT)
+            x38 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x51 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
+        _store_rows(x38_out + tile * C * K, x38, row, col_k, K, C, K, K % BK == 0)
+        _store_rows(x51_out + tile * C * K, x51, row, col_k, K, C, K, K % BK == 0)
         # x28 = sum[to](x27)
-        x28 = _sums(_keep_to(row), x27, SUM_PARTS)
+        x28 = _sums(_keep_to(row), x27, GATE_PARTS)
         # x29 = exp(x28)
         x29 = tl.exp(x28)
         # W = E @ (x3 * x29)
         W = _dot(E, (x3 * x29), DOT, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
-        # x47 = sum[after](x27)
-        x47 = _sums(_keep_after(row), x27, SUM_PARTS)
-        # x48 = exp(x47)
-        x48 = tl.exp(x47)
-        # AT = j * x48
-        AT = j * x48
+        # x45 = sum[after](x27)
+        x45 = _sums(_keep_after(row), x27, GATE_PARTS)
+        # x46 = exp(x45)
+        x46 = tl.exp(x45)
+        # AT = j * x46
+        AT = j * x46
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        # x96 = sum[all](x27)
-        x96 = tl.sum(x27, 0)
-        # Gc = exp(x96)
-        Gc = tl.exp(x96)
+        # x90 = sum[all](x27)
+        x90 = tl.sum(x27, 0)
+        # Gc = exp(x90)
+        Gc = tl.exp(x90)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # KT = k * x48
-        KT = k * x48
+        # KT = k * x46
+        KT = k * x46
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # QL = x50 * x29
-        QL = x50 * x29
+        # QL = x48 * x29
+        QL = x48 * x29
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
 
 
@@ -728,7 +855,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -764,14 +891,14 @@ def _backward_scan(
         _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x169 = KT^T @ x
-        x169 = _dot(tl.trans(KT), x, DOT, PRECISION)
+        # x161 = KT^T @ x
+        x161 = _dot(tl.trans(KT), x, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x171 = AT^T @ x31
-        x171 = _dot(tl.trans(AT), x31, DOT, PRECISION)
+        # x163 = AT^T @ x31
+        x163 = _dot(tl.trans(AT), x31, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x169) + -x171
-        S_next = ((S * Gc[:, None]) + x169) + (-x171)
+        # S_next = ((S * Gc) + x161) + -x163
+        S_next = ((S * Gc[:, None]) + x161) + (-x163)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -780,12 +907,12 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x57_ptr,
+    x55_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x58_out,
+    x56_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -804,7 +931,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -832,22 +959,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x54 = AT @ dS
-        x54 = _dot(AT, dS, DOT, PRECISION)
-        x57 = _load_rows(x57_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x58 = -x54 + x57
-        x58 = (-x54) + x57
-        _store_rows(x58_out + tile * C * V, x58, row, col_v, V, C, V, V % BV == 0)
+        # x52 = AT @ dS
+        x52 = _dot(AT, dS, DOT, PRECISION)
+        x55 = _load_rows(x55_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x56 = -x52 + x55
+        x56 = (-x52) + x55
+        _store_rows(x56_out + tile * C * V, x56, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x174 = W^T @ x58
-        x174 = _dot(tl.trans(W), x58, DOT, PRECISION)
+        # x166 = W^T @ x56
+        x166 = _dot(tl.trans(W), x56, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x176 = QL^T @ do
-        x176 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x168 = QL^T @ do
+        x168 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x174) + x176
-        dS_prev = ((dS * Gc[:, None]) + x174) + x176
+        # dS_prev = ((dS * Gc) + x166) + x168
+        dS_prev = ((dS * Gc[:, None]) + x166) + x168
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -858,24 +985,28 @@ def _backward_finish(
     do_ptr,
     x31_ptr,
     S_ptr,
+    g_ptr,
     eta_ptr,
+    k_ptr,
+    j_ptr,
     v_ptr,
     dS_ptr,
     E_ptr,
-    x58_ptr,
+    x56_ptr,
+    Gc_ptr,
     KT_ptr,
     U2_ptr,
-    x162_ptr,
+    x154_ptr,
     x32_out,
-    dQL_out,
-    dKT_out,
+    x43_out,
+    x47_out,
     dAbk_out,
+    x62_out,
     x66_out,
-    dBL_out,
-    x87_out,
-    dGc_out,
+    x83_out,
+    x91_out,
     dv_out,
-    x165_out,
+    x157_out,
     scale,
     T,
     NT,
@@ -891,7 +1022,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -912,13 +1043,13 @@ def _backward_finish(
     dKT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     dAbk = tl.zeros([C, C, ], tl.float32)
-    x66 = tl.zeros([C, C, ], tl.float32)
+    x62 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
-    x87 = tl.zeros([C, BK, ], tl.float32)
+    x82 = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
-    x165 = tl.zeros([C, ], tl.float32)
+    x157 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -935,45 +1066,89 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = x @ dS^T
         dKT += _dot(x, tl.trans(dS), DOT, PRECISION)
-        x58 = _load_rows(x58_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x59 = E^T @ x58
-        x59 = _dot(tl.trans(E), x58, DOT, PRECISION)
-        # dAbk = x59 @ x^T
-        dAbk += _dot(x59, tl.trans(x), DOT, PRECISION)
-        # x66 = x59 @ x31^T
-        x66 += _dot(x59, tl.trans(x31), DOT, PRECISION)
-        # dBL = x59 @ S^T
-        dBL += _dot(x59, tl.trans(S), DOT, PRECISION)
-        # x87 = x31 @ dS^T
-        x87 += _dot(x31, tl.trans(dS), DOT, PRECISION)
-        # x95 = dS * S
-        x95 = dS * S
-        # dGc = sum_V(x95)
-        dGc += tl.sum(x95, 1)
-        # x159 = KT @ dS
-        x159 = _dot(KT, dS, DOT, PRECISION)
-        # x160 = U2^T @ x58
-        x160 = _dot(tl.trans(U2), x58, DOT, PRECISION)
-        x162 = _load_rows(x162_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x163 = (x159 + x160) + x162
-        x163 = (x159 + x160) + x162
-        # dv = x163 * eta
-        dv = x163 * eta[:, None]
+        x56 = _load_rows(x56_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x57 = E^T @ x56
+        x57 = _dot(tl.trans(E), x56, DOT, PRECISION)
+        # dAbk = x57 @ x^T
+        dAbk += _dot(x57, tl.trans(x), DOT, PRECISION)
+        # x62 = x57 @ x31^T
+        x62 += _dot(x57, tl.trans(x31), DOT, PRECISION)
+        # dBL = x57 @ S^T
+        dBL += _dot(x57, tl.trans(S), DOT, PRECISION)
+        # x82 = x31 @ dS^T
+        x82 += _dot(x31, tl.trans(dS), DOT, PRECISION)
+        # x89 = dS * S
+        x89 = dS * S
+        # dGc = sum_V(x89)
+        dGc += tl.sum(x89, 1)
+        # x151 = KT @ dS
+        x151 = _dot(KT, dS, DOT, PRECISION)
+        # x152 = U2^T @ x56
+        x152 = _dot(tl.trans(U2), x56, DOT, PRECISION)
+        x154 = _load_rows(x154_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x155 = (x151 + x152) + x154
+        x155 = (x151 + x152) + x154
+        # dv = x155 * eta
+        dv = x155 * eta[:, None]
         if NEED & 8:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x164 = x163 * v
-        x164 = x163 * v
-        # x165 = sum_V(x164)
-        x165 += tl.sum(x164, 1)
+        # x156 = x155 * v
+        x156 = x155 * v
+        # x157 = sum_V(x156)
+        x157 += tl.sum(x156, 1)
     _store_rows(x32_out + tile * C * C, x32, row, row, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
-    _store_rows(x66_out + tile * C * C, x66, row, row, C, C, C, True)
-    _store_rows(dBL_out + tile * C * K, dBL, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x87_out + tile * C * K, x87, row, col_k, K, C, K, K % BK == 0)
-    tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
-    tl.store(x165_out + tile * C + row, x165, mask=row < C)
+    _store_rows(x62_out + tile * C * C, x62, row, row, C, C, C, True)
+    tl.store(x157_out + tile * C + row, x157, mask=row < C)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x3 = eta * k
+    x3 = eta[:, None] * k
+    # x5 = sum_K((x3 * x3))
+    x5 = tl.sum((x3 * x3), 1)
+    # x6 = sqrt(x5)
+    x6 = tl.sqrt(x5)
+    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x8 = sum_K((j * j))
+    x8 = tl.sum((j * j), 1)
+    # x9 = sqrt(x8)
+    x9 = tl.sqrt(x8)
+    # x10 = x6 * x9
+    x10 = x6 * x9
+    # x11 = x10 + -2
+    x11 = x10 + -2.0
+    # x17 = (x3 /0 x6) + -(j /0 x9)
+    x17 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None])) + (-tl.where(x9[:, None] == 0, 0.0, j / tl.where(x9[:, None] == 0, 1.0, x9[:, None])))
+    # x19 = sum_K((x17 * x17))
+    x19 = tl.sum((x17 * x17), 1)
+    # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2 * x10) * x19))))))
+    x26 = -tl.log((0.5 * (x10 + tl.sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x27 = min(g, x26)
+    x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
+    # x28 = sum[to](x27)
+    x28 = _sums(_keep_to(row), x27, GATE_PARTS)
+    # x29 = exp(x28)
+    x29 = tl.exp(x28)
+    # x43 = dQL * x29
+    x43 = dQL * x29
+    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K % BK == 0)
+    # x45 = sum[after](x27)
+    x45 = _sums(_keep_after(row), x27, GATE_PARTS)
+    # x46 = exp(x45)
+    x46 = tl.exp(x45)
+    # x47 = dKT * x46
+    x47 = dKT * x46
+    _store_rows(x47_out + tile * C * K, x47, row, col_k, K, C, K, K % BK == 0)
+    # x66 = dBL * x29
+    x66 = dBL * x29
+    _store_rows(x66_out + tile * C * K, x66, row, col_k, K, C, K, K % BK == 0)
+    # x83 = x82 * x46
+    x83 = x82 * x46
+    _store_rows(x83_out + tile * C * K, x83, row, col_k, K, C, K, K % BK == 0)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # x91 = dGc * Gc
+    x91 = dGc * Gc
+    tl.store(x91_out + tile * K + col_k, x91, mask=col_k < K)
 
 
 @_jit
@@ -984,19 +1159,18 @@ def _backward_finish_1(
     g_ptr,
     eta_ptr,
     k_ptr,
-    x39_ptr,
-    dQL_ptr,
-    dKT_ptr,
-    x51_ptr,
+    x38_ptr,
+    x43_ptr,
+    x47_ptr,
+    x49_ptr,
     dAbk_ptr,
-    x53_ptr,
-    q_ptr,
+    x51_ptr,
+    x62_ptr,
     x66_ptr,
-    dBL_ptr,
-    x87_ptr,
-    dGc_ptr,
-    Gc_ptr,
-    x165_ptr,
+    q_ptr,
+    x83_ptr,
+    x91_ptr,
+    x157_ptr,
     dq_out,
     dk_out,
     dj_out,
@@ -1017,7 +1191,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -1032,9 +1206,6 @@ def _backward_finish_1(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    x32 = _load_rows(x32_ptr + tile * C * C, row, row, C, C, C, True)
-    # x40 = mask(x32, strict=True)
-    x40 = tl.where(_keep_before(row), x32, 0.0)
     eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
     # x3 = eta * k
@@ -1071,110 +1242,130 @@ def _backward_finish_1(
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
     # x27 = min(g, x26)
     x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
-    # x28 = sum[to](x27)
-    x28 = _sums(_keep_to(row), x27, SUM_PARTS)
-    # x29 = exp(x28)
-    x29 = tl.exp(x28)
-    # x47 = sum[after](x27)
-    x47 = _sums(_keep_after(row), x27, SUM_PARTS)
-    # x48 = exp(x47)
-    x48 = tl.exp(x47)
-    dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    # x60 = mask(dAbk, strict=True)
-    x60 = tl.where(_keep_before(row), dAbk, 0.0)
     q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x50 = scale * q
-    x50 = scale * q
-    x66 = _load_rows(x66_ptr + tile * C * C, row, row, C, C, C, True)
-    # x67 = mask(x66, strict=True)
-    x67 = tl.where(_keep_before(row), x66, 0.0)
-    x42 = tl.zeros([C, BK, ], tl.float32)
-    x61 = tl.zeros([C, BK, ], tl.float32)
-    x69 = tl.zeros([C, BK, ], tl.float32)
-    x75 = tl.zeros([C, BK, ], tl.float32)
-    # x42 -= gram_dx(x40, j; x27, to, strict=True)
-    # x75 = gram_dx(x60, k; x27, to, strict=True)
-    # x75 -= gram_dx(x67, j; x27, to, strict=True)
-    # x61 = gram_dy(x60, x3; x27, to, strict=True)
-    # x69 = gram_dy(x40, x50; x27, to, strict=True)
-    # x69 = gram_dy(x67, x3; x27, to, strict=True)
-    for level in range(LEVELS):
+    # x48 = scale * q
+    x48 = scale * q
+    x32 = _load_rows(x32_ptr + tile * C * C, row, row, C, C, C, True)
+    x40 = tl.zeros([C, BK, ], tl.float32)
+    dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
+    x58 = tl.zeros([C, BK, ], tl.float32)
+    x62 = _load_rows(x62_ptr + tile * C * C, row, row, C, C, C, True)
+    x65 = tl.zeros([C, BK, ], tl.float32)
+    x74 = tl.zeros([C, BK, ], tl.float32)
+    # x40 -= gram_dx(x32, j; x27, to, strict=True)
+    # x65 = gram_dx(dAbk, k; x27, to, strict=True)
+    # x65 -= gram_dx(x62, j; x27, to, strict=True)
+    # x58 = gram_dy(dAbk, x3; x27, to, strict=True)
+    # x74 = gram_dy(x32, x48; x27, to, strict=True)
+    # x74 = gram_dy(x62, x3; x27, to, strict=True)
+    g_16 = _blocks(x27, C, BK)
+    operand_0_16 = _blocks(j, C, BK)
+    operand_1_16 = _blocks(x3, C, BK)
+    operand_2_16 = _blocks(k, C, BK)
+    operand_3_16 = _blocks(x48, C, BK)
+    cotangent_0_16 = _diagonal_blocks(x32, C)
+    cotangent_1_16 = _diagonal_blocks(dAbk, C)
+    cotangent_2_16 = _diagonal_blocks(x62, C)
+    x40_16 = _block_zeros(C, BK)
+    x65_16 = _block_zeros(C, BK)
+    x58_16 = _block_zeros(C, BK)
+    x74_16 = _block_zeros(C, BK)
+    for level in range(4):
+        decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+        edge = _edge(tl.arange(0, 16), level)[None, :, :]
+        decayed_0 = (operand_0_16 * decay).to(DOT)
+        decayed_1 = (operand_1_16 * decay).to(DOT)
+        decayed_2 = (operand_2_16 * decay).to(DOT)
+        decayed_3 = (operand_3_16 * decay).to(DOT)
+        cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+        cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
+        cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
+        x40_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+        x65_16 += decay * _dot(cotangent_1, decayed_2, DOT, PRECISION)
+        x65_16 -= decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
+        x58_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        x74_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_3, DOT, PRECISION)
+        x74_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_1, DOT, PRECISION)
+    x40 += tl.reshape(x40_16, [C, BK])
+    x65 += tl.reshape(x65_16, [C, BK])
+    x58 += tl.reshape(x58_16, [C, BK])
+    x74 += tl.reshape(x74_16, [C, BK])
+    for level in range(4, LEVELS):
         decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
         edge = _edge(row, level)
         decayed_0 = (j * decay).to(DOT)
         decayed_1 = (x3 * decay).to(DOT)
-        decayed_2 = (x50 * decay).to(DOT)
-        decayed_3 = (k * decay).to(DOT)
-        d_0 = tl.where(edge, x40, 0.0).to(DOT)
-        d_1 = tl.where(edge, x60, 0.0).to(DOT)
-        d_2 = tl.where(edge, x67, 0.0).to(DOT)
-        x42 -= decay * _dot(d_0, decayed_0, DOT, PRECISION)
-        x75 += decay * _dot(d_1, decayed_3, DOT, PRECISION)
-        x75 -= decay * _dot(d_2, decayed_0, DOT, PRECISION)
-        x61 += decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x69 += decay * _dot(tl.trans(d_0), decayed_2, DOT, PRECISION)
-        x69 += decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
+        decayed_2 = (k * decay).to(DOT)
+        decayed_3 = (x48 * decay).to(DOT)
+        cotangent_0 = tl.where(edge, x32, 0.0).to(DOT)
+        cotangent_1 = tl.where(edge, dAbk, 0.0).to(DOT)
+        cotangent_2 = tl.where(edge, x62, 0.0).to(DOT)
+        x40 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+        x65 += decay * _dot(cotangent_1, decayed_2, DOT, PRECISION)
+        x65 -= decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
+        x58 += decay * _dot(tl.trans(cotangent_1), decayed_1, DOT, PRECISION)
+        x74 += decay * _dot(tl.trans(cotangent_0), decayed_3, DOT, PRECISION)
+        x74 += decay * _dot(tl.trans(cotangent_2), decayed_1, DOT, PRECISION)
     # x33 = diagonal(-x32)
     x33 = tl.sum(tl.where(row[:, None] == row[None, :], (-x32), 0.0), 1)
-    x39 = _load_rows(x39_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x43 = x39 + x42
-    x43 = x39 + x42
+    x38 = _load_rows(x38_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x41 = x38 + x40
+    x41 = x38 + x40
     x36 = _load_rows(x36_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dq = ((((x33 * j) + x36) + x43) + (dQL * x29)) * scale
-    dq = ((((x33[:, None] * j) + x36) + x43) + (dQL * x29)) * scale
+    x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # dq = ((((x33 * j) + x36) + x41) + x43) * scale
+    dq = ((((x33[:, None] * j) + x36) + x41) + x43) * scale
     if NEED & 1:
         _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-    x53 = _load_rows(x53_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x62 = x53 + x61
-    x62 = x53 + x61
-    dBL = _load_rows(dBL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x86 = sum[from]((((((x50 * x43) + (j * x69)) + (x3 * x75)) + -(k * x62)) + (((dBL * x3) + (dQL * x50)) * x29)))
-    x86 = _sums(_keep_from(row), (((((x50 * x43) + (j * x69)) + (x3 * x75)) + (-(k * x62))) + (((dBL * x3) + (dQL * x50)) * x29)), SUM_PARTS)
-    x87 = _load_rows(x87_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x93 = sum[before](((-(x87 * j) + (dKT * k)) * x48))
-    x93 = _sums(_keep_before(row), (((-(x87 * j)) + (dKT * k)) * x48), SUM_PARTS)
-    dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x98 = (x86 + x93) + (dGc * Gc)
-    x98 = (x86 + x93) + (dGc * Gc)[None, :]
-    # x99 = [g <~ x26]
-    x99 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
-    # x103 = sum_K((x98 * (1 + -x99)))
-    x103 = tl.sum((x98 * (1.0 + (-x99))), 1)
-    # x105 = (x103 / x24) * 0.5
-    x105 = (x103 / x24) * 0.5
-    # x108 = -(0.5 * x105) /0 x22
-    x108 = tl.where(x22 == 0, 0.0, (-(0.5 * x105)) / tl.where(x22 == 0, 1.0, x22))
-    # x111 = (x108 * x13) * (x17 + x17)
-    x111 = (x108 * x13)[:, None] * (x17 + x17)
-    # x114 = sum_K(((x111 * x14) /0 x6))
-    x114 = tl.sum(tl.where(x6[:, None] == 0, 0.0, (x111 * x14) / tl.where(x6[:, None] == 0, 1.0, x6[:, None])), 1)
-    # x125 = (-x105 + ((x108 * x19) * 2)) + (x108 * (((x6 * (x9 + x9)) + -2) + -2))
-    x125 = ((-x105) + ((x108 * x19) * 2.0)) + (x108 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
-    # x137 = (((((0.5 * (-x114 + (x125 * x9))) /0 x6) * (eta * (k + k))) + (dBL * x29)) + (x111 /0 x6)) + x75
-    x137 = (((tl.where(x6 == 0, 0.0, (0.5 * ((-x114) + (x125 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + (dBL * x29)) + tl.where(x6[:, None] == 0, 0.0, x111 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x75
     x51 = _load_rows(x51_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dk = (((dKT * x48) + x51) + x62) + (x137 * eta)
-    dk = (((dKT * x48) + x51) + x62) + (x137 * eta[:, None])
+    # x59 = x51 + x58
+    x59 = x51 + x58
+    x66 = _load_rows(x66_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x80 = sum[from](((((x3 * (x65 + x66)) + (x48 * (x41 + x43))) + (j * x74)) + -(k * x59)))
+    x80 = _running_from(((((x3 * (x65 + x66)) + (x48 * (x41 + x43))) + (j * x74)) + (-(k * x59))), row, EXACT)
+    x47 = _load_rows(x47_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    x83 = _load_rows(x83_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x87 = sum[before](((x47 * k) + -(x83 * j)))
+    x87 = _running_before(((x47 * k) + (-(x83 * j))), row, EXACT)
+    x91 = tl.load(x91_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # x92 = (x80 + x87) + x91
+    x92 = (x80 + x87) + x91[None, :]
+    # x93 = [g <~ x26]
+    x93 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
+    # x97 = sum_K((x92 * (1 + -x93)))
+    x97 = tl.sum((x92 * (1.0 + (-x93))), 1)
+    # x99 = (x97 / x24) * 0.5
+    x99 = (x97 / x24) * 0.5
+    # x102 = -(0.5 * x99) /0 x22
+    x102 = tl.where(x22 == 0, 0.0, (-(0.5 * x99)) / tl.where(x22 == 0, 1.0, x22))
+    # x105 = (x102 * x13) * (x17 + x17)
+    x105 = (x102 * x13)[:, None] * (x17 + x17)
+    # x108 = sum_K(((x105 * x14) /0 x6))
+    x108 = tl.sum(tl.where(x6[:, None] == 0, 0.0, (x105 * x14) / tl.where(x6[:, None] == 0, 1.0, x6[:, None])), 1)
+    # x119 = (-x99 + ((x102 * x19) * 2)) + (x102 * (((x6 * (x9 + x9)) + -2) + -2))
+    x119 = ((-x99) + ((x102 * x19) * 2.0)) + (x102 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
+    # x130 = (((((0.5 * (-x108 + (x119 * x9))) /0 x6) * (eta * (k + k))) + x66) + (x105 /0 x6)) + x65
+    x130 = (((tl.where(x6 == 0, 0.0, (0.5 * ((-x108) + (x119 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + x66) + tl.where(x6[:, None] == 0, 0.0, x105 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x65
+    x49 = _load_rows(x49_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # dk = ((x47 + x49) + x59) + (x130 * eta)
+    dk = ((x47 + x49) + x59) + (x130 * eta[:, None])
     if NEED & 2:
         _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # x142 = sum_K((-(x111 * x15) /0 x9))
-    x142 = tl.sum(tl.where(x9[:, None] == 0, 0.0, (-(x111 * x15)) / tl.where(x9[:, None] == 0, 1.0, x9[:, None])), 1)
-    # dj = ((((((0.5 * (-x142 + (x125 * x6))) /0 x9) * (j + j)) + (x33 * x50)) + (-x111 /0 x9)) + -(x87 * x48)) + -x69
-    dj = ((((tl.where(x9 == 0, 0.0, (0.5 * ((-x142) + (x125 * x6))) / tl.where(x9 == 0, 1.0, x9))[:, None] * (j + j)) + (x33[:, None] * x50)) + tl.where(x9[:, None] == 0, 0.0, (-x111) / tl.where(x9[:, None] == 0, 1.0, x9[:, None]))) + (-(x87 * x48))) + (-x69)
+    # x135 = sum_K((-(x105 * x15) /0 x9))
+    x135 = tl.sum(tl.where(x9[:, None] == 0, 0.0, (-(x105 * x15)) / tl.where(x9[:, None] == 0, 1.0, x9[:, None])), 1)
+    # dj = ((((((0.5 * (-x135 + (x119 * x6))) /0 x9) * (j + j)) + (x33 * x48)) + (-x105 /0 x9)) + -x83) + -x74
+    dj = ((((tl.where(x9 == 0, 0.0, (0.5 * ((-x135) + (x119 * x6))) / tl.where(x9 == 0, 1.0, x9))[:, None] * (j + j)) + (x33[:, None] * x48)) + tl.where(x9[:, None] == 0, 0.0, (-x105) / tl.where(x9[:, None] == 0, 1.0, x9[:, None]))) + (-x83)) + (-x74)
     if NEED & 4:
         _store_rows(dj_out + ((batch * T + start) * HV + head_v) * K, dj, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # dg = x98 * x99
-    dg = x98 * x99
+    # dg = x92 * x93
+    dg = x92 * x93
     if NEED & 16:
         _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # x167 = sum_K((x137 * k))
-    x167 = tl.sum((x137 * k), 1)
-    x165 = tl.load(x165_ptr + tile * C + row, mask=row < C, other=0.0)
-    # deta = x165 + x167
-    deta = x165 + x167
+    # x159 = sum_K((x130 * k))
+    x159 = tl.sum((x130 * k), 1)
+    x157 = tl.load(x157_ptr + tile * C + row, mask=row < C, other=0.0)
+    # deta = x157 + x159
+    deta = x157 + x159
     if NEED & 32:
         tl.store(deta_out + ((batch * T + start) * HV + head_v) + row * HV, deta, mask=in_c)
 
@@ -1282,7 +1473,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
-        "SUM_PARTS": 3 * parts,
+        "EXACT": wide,
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
@@ -1436,15 +1627,15 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x36 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x39 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x38 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x51 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x53 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x57 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x55 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x162 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x154 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
                 _backward_prepare,
@@ -1464,15 +1655,15 @@ def _backward_triton(
                 U,
                 W,
                 x36,
-                x39,
+                x38,
+                x49,
                 x51,
-                x53,
                 AT,
-                x57,
+                x55,
                 Gc,
                 KT,
                 U2,
-                x162,
+                x154,
                 QL,
                 scale,
                 T,
@@ -1513,18 +1704,18 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x58 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x56 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x57,
+                x55,
                 Gc,
                 W,
                 QL,
                 do,
-                x58,
+                x56,
                 last,
                 dh0,
                 kept_dS,
@@ -1542,38 +1733,42 @@ def _backward_triton(
             )
         if needs & 63:
             x32 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x47 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x66 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dBL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x87 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x165 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x62 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x66 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x83 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x91 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x157 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
                 do,
                 x31,
                 kept_S,
+                g,
                 eta,
+                k,
+                j,
                 v,
                 kept_dS,
                 E,
-                x58,
+                x56,
+                Gc,
                 KT,
                 U2,
-                x162,
+                x154,
                 x32,
-                dQL,
-                dKT,
+                x43,
+                x47,
                 dAbk,
+                x62,
                 x66,
-                dBL,
-                x87,
-                dGc,
+                x83,
+                x91,
                 dv,
-                x165,
+                x157,
                 scale,
                 T,
                 NT,
@@ -1594,19 +1789,18 @@ def _backward_triton(
                 g,
                 eta,
                 k,
-                x39,
-                dQL,
-                dKT,
-                x51,
+                x38,
+                x43,
+                x47,
+                x49,
                 dAbk,
-                x53,
-                q,
+                x51,
+                x62,
                 x66,
-                dBL,
-                x87,
-                dGc,
-                Gc,
-                x165,
+                q,
+                x83,
+                x91,
+                x157,
                 dq,
                 dk,
                 dj,
@@ -1791,14 +1985,14 @@ def _forward_torch(
     x5 = torch.sqrt(x4)
     # x8 = sqrt(x7)
     x8 = torch.sqrt(x7)
-    # x9 = x5 * x8
-    x9 = x5 * x8
-    # x10 = x9 + -2
-    x10 = x9 + -2.0
     # x16 = (x2 /0 x5) + -(j /0 x8)
     x16 = torch.where(x5[..., :, None] == 0, 0, x2 / torch.where(x5[..., :, None] == 0, 1, x5[..., :, None])) + (-torch.where(x8[..., :, None] == 0, 0, j / torch.where(x8[..., :, None] == 0, 1, x8[..., :, None])))
     # x18 = sum_K((x16 * x16))
     x18 = (x16 * x16).sum(-1)
+    # x9 = x5 * x8
+    x9 = x5 * x8
+    # x10 = x9 + -2
+    x10 = x9 + -2.0
     # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2 * x9) * x18))))))
     x25 = -torch.log((0.5 * (x9 + torch.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     # x26 = min(g, x25)
@@ -1921,8 +2115,8 @@ def _backward_torch(
     # x8 = sum_K(x7)
     x8 = x7.sum(-1)
     if needs & 126:
-        # x50 = scale * q
-        x50 = scale * q
+        # x48 = scale * q
+        x48 = scale * q
     if needs & 55:
         # x = eta * v
         x = eta[..., :, None] * v
@@ -1933,31 +2127,20 @@ def _backward_torch(
         # dAqk = do @ x^T
         dAqk = do @ x.mT
     if needs & 126:
-        # x56 = Aqa^T @ do
-        x56 = Aqa.mT @ do
-        # x57 = -x56
-        x57 = -x56
+        # x54 = Aqa^T @ do
+        x54 = Aqa.mT @ do
+        # x55 = -x54
+        x55 = -x54
     if needs & 40:
-        # x162 = Aqk^T @ do
-        x162 = Aqk.mT @ do
+        # x154 = Aqk^T @ do
+        x154 = Aqk.mT @ do
     # x6 = sqrt(x5)
     x6 = torch.sqrt(x5)
     # x9 = sqrt(x8)
     x9 = torch.sqrt(x8)
-    # x10 = x6 * x9
-    x10 = x6 * x9
-    # x11 = x10 + -2
-    x11 = x10 + -2.0
-    # x12 = x11 * x11
-    x12 = x11 * x11
-    # x13 = 2 * x10
-    x13 = 2.0 * x10
     if needs & 3:
         # x35 = diagonal(dAqk)
         x35 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 55:
-        # x38 = mask(dAqk, strict=True)
-        x38 = torch.tril(dAqk, -1)
     # x14 = x3 /0 x6
     x14 = torch.where(x6[..., :, None] == 0, 0, x3 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))
     # x15 = j /0 x9
@@ -1974,8 +2157,16 @@ def _backward_torch(
         # x36 = x35 * k
         x36 = x35[..., :, None] * k
     if needs & 2:
-        # x51 = x35 * x50
-        x51 = x35[..., :, None] * x50
+        # x49 = x35 * x48
+        x49 = x35[..., :, None] * x48
+    # x10 = x6 * x9
+    x10 = x6 * x9
+    # x11 = x10 + -2
+    x11 = x10 + -2.0
+    # x12 = x11 * x11
+    x12 = x11 * x11
+    # x13 = 2 * x10
+    x13 = 2.0 * x10
     # x20 = x13 * x19
     x20 = x13 * x19
     # x21 = x12 + x20
@@ -1999,27 +2190,27 @@ def _backward_torch(
     # W = E @ (x3 * x29)
     W = E @ (x3 * x29)
     if needs & 55:
-        # x39 = gram_dx(x38, k; x27, to, strict=True)
-        x39 = _gram_dx(x38, k, x27, False)
+        # x38 = gram_dx(dAqk, k; x27, to, strict=True)
+        x38 = _gram_dx(dAqk, k, x27, False)
     if needs & 54:
-        # x53 = gram_dy(x38, x50; x27, to, strict=True)
-        x53 = _gram_dy(x38, x50, x27, False)
-    # x47 = sum[after](x27)
-    x47 = _run(x27, 'after')
-    # x48 = exp(x47)
-    x48 = torch.exp(x47)
-    # AT = j * x48
-    AT = j * x48
-    # x96 = sum[all](x27)
-    x96 = x27.sum(-2)
-    # Gc = exp(x96)
-    Gc = torch.exp(x96)
+        # x51 = gram_dy(dAqk, x48; x27, to, strict=True)
+        x51 = _gram_dy(dAqk, x48, x27, False)
+    # x45 = sum[after](x27)
+    x45 = _run(x27, 'after')
+    # x46 = exp(x45)
+    x46 = torch.exp(x45)
+    # AT = j * x46
+    AT = j * x46
+    # x90 = sum[all](x27)
+    x90 = x27.sum(-2)
+    # Gc = exp(x90)
+    Gc = torch.exp(x90)
     if needs & 63:
-        # KT = k * x48
-        KT = k * x48
+        # KT = k * x46
+        KT = k * x46
     if needs & 126:
-        # QL = x50 * x29
-        QL = x50 * x29
+        # QL = x48 * x29
+        QL = x48 * x29
     if needs & 55:
         S = state
         x31_all: list[Tensor] = []
@@ -2036,12 +2227,12 @@ def _backward_torch(
             x30 = W_here @ S
             # x31 = U + x30
             x31 = U_here + x30
-            # x169 = KT^T @ x
-            x169 = KT_here.mT @ x_here
-            # x171 = AT^T @ x31
-            x171 = AT_here.mT @ x31
-            # S_next = ((S * Gc) + x169) + -x171
-            S_next = ((S * Gc_here[..., :, None]) + x169) + (-x171)
+            # x161 = KT^T @ x
+            x161 = KT_here.mT @ x_here
+            # x163 = AT^T @ x31
+            x163 = AT_here.mT @ x31
+            # S_next = ((S * Gc) + x161) + -x163
+            S_next = ((S * Gc_here[..., :, None]) + x161) + (-x163)
             x31_all.append(x31)
             S = S_next
         end_S = S
@@ -2049,30 +2240,30 @@ def _backward_torch(
         S = _stack(kept_S_all, v, NT, K, dtype)
     if needs & 126:
         dS = dstate
-        x58_all: list[Tensor] = []
+        x56_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x57_here = x57[:, chunk]
+            x55_here = x55[:, chunk]
             Gc_here = Gc[:, chunk]
             W_here = W[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x54 = AT @ dS
-            x54 = AT_here @ dS
-            # x58 = -x54 + x57
-            x58 = (-x54) + x57_here
-            # x174 = W^T @ x58
-            x174 = W_here.mT @ x58
-            # x176 = QL^T @ do
-            x176 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x174) + x176
-            dS_prev = ((dS * Gc_here[..., :, None]) + x174) + x176
-            x58_all.append(x58)
+            # x52 = AT @ dS
+            x52 = AT_here @ dS
+            # x56 = -x52 + x55
+            x56 = (-x52) + x55_here
+            # x166 = W^T @ x56
+            x166 = W_here.mT @ x56
+            # x168 = QL^T @ do
+            x168 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x166) + x168
+            dS_prev = ((dS * Gc_here[..., :, None]) + x166) + x168
+            x56_all.append(x56)
             dS = dS_prev
         end_dS = dS
-        x58 = _stack(x58_all[::-1], v, NT, C, dtype)
+        x56 = _stack(x56_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 55:
         # x32 = do @ x31^T
@@ -2082,111 +2273,117 @@ def _backward_torch(
     if needs & 54:
         # dKT = x @ dS^T
         dKT = x @ dS.mT
-        # x59 = E^T @ x58
-        x59 = E.mT @ x58
-        # dAbk = x59 @ x^T
-        dAbk = x59 @ x.mT
-        # x66 = x59 @ x31^T
-        x66 = x59 @ x31.mT
-        # dBL = x59 @ S^T
-        dBL = x59 @ S.mT
-        # x87 = x31 @ dS^T
-        x87 = x31 @ dS.mT
-        # x95 = dS * S
-        x95 = dS * S
-        # dGc = sum_V(x95)
-        dGc = x95.sum(-1)
+        # x57 = E^T @ x56
+        x57 = E.mT @ x56
+        # dAbk = x57 @ x^T
+        dAbk = x57 @ x.mT
+        # x62 = x57 @ x31^T
+        x62 = x57 @ x31.mT
+        # dBL = x57 @ S^T
+        dBL = x57 @ S.mT
+        # x82 = x31 @ dS^T
+        x82 = x31 @ dS.mT
+        # x89 = dS * S
+        x89 = dS * S
+        # dGc = sum_V(x89)
+        dGc = x89.sum(-1)
     if needs & 40:
-        # x159 = KT @ dS
-        x159 = KT @ dS
-        # x160 = U2^T @ x58
-        x160 = U2.mT @ x58
-        # x163 = (x159 + x160) + x162
-        x163 = (x159 + x160) + x162
+        # x151 = KT @ dS
+        x151 = KT @ dS
+        # x152 = U2^T @ x56
+        x152 = U2.mT @ x56
+        # x155 = (x151 + x152) + x154
+        x155 = (x151 + x152) + x154
     if needs & 8:
-        # dv = x163 * eta
-        dv = x163 * eta[..., :, None]
+        # dv = x155 * eta
+        dv = x155 * eta[..., :, None]
     if needs & 32:
-        # x164 = x163 * v
-        x164 = x163 * v
-        # x165 = sum_V(x164)
-        x165 = x164.sum(-1)
+        # x156 = x155 * v
+        x156 = x155 * v
+        # x157 = sum_V(x156)
+        x157 = x156.sum(-1)
+    if needs & 55:
+        # x43 = dQL * x29
+        x43 = dQL * x29
+    if needs & 54:
+        # x47 = dKT * x46
+        x47 = dKT * x46
+        # x66 = dBL * x29
+        x66 = dBL * x29
+        # x83 = x82 * x46
+        x83 = x82 * x46
+        # x91 = dGc * Gc
+        x91 = dGc * Gc
     if needs & 5:
         # x33 = diagonal(-x32)
         x33 = (-x32).diagonal(dim1=-2, dim2=-1)
     if needs & 55:
-        # x40 = mask(x32, strict=True)
-        x40 = torch.tril(x32, -1)
-        # x41 = gram_dx(x40, j; x27, to, strict=True)
-        x41 = _gram_dx(x40, j, x27, False)
-        # x43 = x39 + -x41
-        x43 = x39 + (-x41)
+        # x39 = gram_dx(x32, j; x27, to, strict=True)
+        x39 = _gram_dx(x32, j, x27, False)
+        # x41 = x38 + -x39
+        x41 = x38 + (-x39)
     if needs & 1:
-        # dq = ((((x33 * j) + x36) + x43) + (dQL * x29)) * scale
-        dq = ((((x33[..., :, None] * j) + x36) + x43) + (dQL * x29)) * scale
+        # dq = ((((x33 * j) + x36) + x41) + x43) * scale
+        dq = ((((x33[..., :, None] * j) + x36) + x41) + x43) * scale
     if needs & 54:
-        # x60 = mask(dAbk, strict=True)
-        x60 = torch.tril(dAbk, -1)
-        # x61 = gram_dy(x60, x3; x27, to, strict=True)
-        x61 = _gram_dy(x60, x3, x27, False)
-        # x62 = x53 + x61
-        x62 = x53 + x61
-        # x65 = gram_dy(x40, x50; x27, to, strict=True)
-        x65 = _gram_dy(x40, x50, x27, False)
-        # x67 = mask(x66, strict=True)
-        x67 = torch.tril(x66, -1)
-        # x68 = gram_dy(x67, x3; x27, to, strict=True)
-        x68 = _gram_dy(x67, x3, x27, False)
-        # x69 = x65 + x68
-        x69 = x65 + x68
-        # x72 = gram_dx(x60, k; x27, to, strict=True)
-        x72 = _gram_dx(x60, k, x27, False)
-        # x73 = gram_dx(x67, j; x27, to, strict=True)
-        x73 = _gram_dx(x67, j, x27, False)
-        # x75 = x72 + -x73
-        x75 = x72 + (-x73)
-        # x86 = sum[from]((((((x50 * x43) + (j * x69)) + (x3 * x75)) + -(k * x62)) + (((dBL * x3) + (dQL * x50)) * x29)))
-        x86 = _run((((((x50 * x43) + (j * x69)) + (x3 * x75)) + (-(k * x62))) + (((dBL * x3) + (dQL * x50)) * x29)), 'from')
-        # x93 = sum[before](((-(x87 * j) + (dKT * k)) * x48))
-        x93 = _run((((-(x87 * j)) + (dKT * k)) * x48), 'before')
-        # x98 = (x86 + x93) + (dGc * Gc)
-        x98 = (x86 + x93) + (dGc * Gc)[..., None, :]
-        # x99 = [g <~ x26]
-        x99 = (x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
+        # x58 = gram_dy(dAbk, x3; x27, to, strict=True)
+        x58 = _gram_dy(dAbk, x3, x27, False)
+        # x59 = x51 + x58
+        x59 = x51 + x58
+        # x61 = gram_dx(dAbk, k; x27, to, strict=True)
+        x61 = _gram_dx(dAbk, k, x27, False)
+        # x63 = gram_dx(x62, j; x27, to, strict=True)
+        x63 = _gram_dx(x62, j, x27, False)
+        # x65 = x61 + -x63
+        x65 = x61 + (-x63)
+        # x72 = gram_dy(x32, x48; x27, to, strict=True)
+        x72 = _gram_dy(x32, x48, x27, False)
+        # x73 = gram_dy(x62, x3; x27, to, strict=True)
+        x73 = _gram_dy(x62, x3, x27, False)
+        # x74 = x72 + x73
+        x74 = x72 + x73
+        # x80 = sum[from](((((x3 * (x65 + x66)) + (x48 * (x41 + x43))) + (j * x74)) + -(k * x59)))
+        x80 = _run(((((x3 * (x65 + x66)) + (x48 * (x41 + x43))) + (j * x74)) + (-(k * x59))), 'from')
+        # x87 = sum[before](((x47 * k) + -(x83 * j)))
+        x87 = _run(((x47 * k) + (-(x83 * j))), 'before')
+        # x92 = (x80 + x87) + x91
+        x92 = (x80 + x87) + x91[..., None, :]
+        # x93 = [g <~ x26]
+        x93 = (x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
     if needs & 38:
-        # x103 = sum_K((x98 * (1 + -x99)))
-        x103 = (x98 * (1.0 + (-x99))).sum(-1)
-        # x105 = (x103 / x24) * 0.5
-        x105 = (x103 / x24) * 0.5
-        # x108 = -(0.5 * x105) /0 x22
-        x108 = torch.where(x22 == 0, 0, (-(0.5 * x105)) / torch.where(x22 == 0, 1, x22))
-        # x111 = (x108 * x13) * (x17 + x17)
-        x111 = (x108 * x13)[..., :, None] * (x17 + x17)
+        # x97 = sum_K((x92 * (1 + -x93)))
+        x97 = (x92 * (1.0 + (-x93))).sum(-1)
+        # x99 = (x97 / x24) * 0.5
+        x99 = (x97 / x24) * 0.5
+        # x102 = -(0.5 * x99) /0 x22
+        x102 = torch.where(x22 == 0, 0, (-(0.5 * x99)) / torch.where(x22 == 0, 1, x22))
+        # x105 = (x102 * x13) * (x17 + x17)
+        x105 = (x102 * x13)[..., :, None] * (x17 + x17)
     if needs & 34:
-        # x114 = sum_K(((x111 * x14) /0 x6))
-        x114 = torch.where(x6[..., :, None] == 0, 0, (x111 * x14) / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None])).sum(-1)
+        # x108 = sum_K(((x105 * x14) /0 x6))
+        x108 = torch.where(x6[..., :, None] == 0, 0, (x105 * x14) / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None])).sum(-1)
     if needs & 38:
-        # x125 = (-x105 + ((x108 * x19) * 2)) + (x108 * (((x6 * (x9 + x9)) + -2) + -2))
-        x125 = ((-x105) + ((x108 * x19) * 2.0)) + (x108 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
+        # x119 = (-x99 + ((x102 * x19) * 2)) + (x102 * (((x6 * (x9 + x9)) + -2) + -2))
+        x119 = ((-x99) + ((x102 * x19) * 2.0)) + (x102 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
     if needs & 34:
-        # x137 = (((((0.5 * (-x114 + (x125 * x9))) /0 x6) * (eta * (k + k))) + (dBL * x29)) + (x111 /0 x6)) + x75
-        x137 = (((torch.where(x6 == 0, 0, (0.5 * ((-x114) + (x125 * x9))) / torch.where(x6 == 0, 1, x6))[..., :, None] * (eta[..., :, None] * (k + k))) + (dBL * x29)) + torch.where(x6[..., :, None] == 0, 0, x111 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))) + x75
+        # x130 = (((((0.5 * (-x108 + (x119 * x9))) /0 x6) * (eta * (k + k))) + x66) + (x105 /0 x6)) + x65
+        x130 = (((torch.where(x6 == 0, 0, (0.5 * ((-x108) + (x119 * x9))) / torch.where(x6 == 0, 1, x6))[..., :, None] * (eta[..., :, None] * (k + k))) + x66) + torch.where(x6[..., :, None] == 0, 0, x105 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))) + x65
     if needs & 2:
-        # dk = (((dKT * x48) + x51) + x62) + (x137 * eta)
-        dk = (((dKT * x48) + x51) + x62) + (x137 * eta[..., :, None])
+        # dk = ((x47 + x49) + x59) + (x130 * eta)
+        dk = ((x47 + x49) + x59) + (x130 * eta[..., :, None])
     if needs & 4:
-        # x142 = sum_K((-(x111 * x15) /0 x9))
-        x142 = torch.where(x9[..., :, None] == 0, 0, (-(x111 * x15)) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None])).sum(-1)
-        # dj = ((((((0.5 * (-x142 + (x125 * x6))) /0 x9) * (j + j)) + (x33 * x50)) + (-x111 /0 x9)) + -(x87 * x48)) + -x69
-        dj = ((((torch.where(x9 == 0, 0, (0.5 * ((-x142) + (x125 * x6))) / torch.where(x9 == 0, 1, x9))[..., :, None] * (j + j)) + (x33[..., :, None] * x50)) + torch.where(x9[..., :, None] == 0, 0, (-x111) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None]))) + (-(x87 * x48))) + (-x69)
+        # x135 = sum_K((-(x105 * x15) /0 x9))
+        x135 = torch.where(x9[..., :, None] == 0, 0, (-(x105 * x15)) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None])).sum(-1)
+        # dj = ((((((0.5 * (-x135 + (x119 * x6))) /0 x9) * (j + j)) + (x33 * x48)) + (-x105 /0 x9)) + -x83) + -x74
+        dj = ((((torch.where(x9 == 0, 0, (0.5 * ((-x135) + (x119 * x6))) / torch.where(x9 == 0, 1, x9))[..., :, None] * (j + j)) + (x33[..., :, None] * x48)) + torch.where(x9[..., :, None] == 0, 0, (-x105) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None]))) + (-x83)) + (-x74)
     if needs & 16:
-        # dg = x98 * x99
-        dg = x98 * x99
+        # dg = x92 * x93
+        dg = x92 * x93
     if needs & 32:
-        # x167 = sum_K((x137 * k))
-        x167 = (x137 * k).sum(-1)
-        # deta = x165 + x167
-        deta = x165 + x167
+        # x159 = sum_K((x130 * k))
+        x159 = (x130 * k).sum(-1)
+        # deta = x157 + x159
+        deta = x157 + x159
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

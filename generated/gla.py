@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program a4368cd1:
+# gated linear attention, one decay a channel, program b27618ae:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -44,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla"]
 
-_NAME = "gla_a4368cd1"
+_NAME = "gla_b27618ae"
 
 
 def _jit(function: Any) -> Any:
@@ -105,6 +105,45 @@ def _sums(keep, x, PARTS: tl.constexpr):
     return out
 
 
+# Running sums of gradients: the same, but a difference of two sums will do.
+
+
+@_jit
+def _running_to(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_to(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0)
+    return out
+
+
+@_jit
+def _running_before(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_before(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0) - x
+    return out
+
+
+@_jit
+def _running_after(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_after(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True) - x
+    return out
+
+
+@_jit
+def _running_from(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_from(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True)
+    return out
+
+
 @_jit
 def _sums_of_numbers(keep, x):
     """The same for one number a token."""
@@ -146,12 +185,74 @@ def _reach(c, level, BEFORE: tl.constexpr):
     return ((r >> level) == (m >> level)) & ((second & up) | ((second == 0) & (m > r)))
 
 
+# The four lowest levels of a tree join tokens of one block of 16, so they are products of 16 x 16 tiles: [C/16, 16, ..].
+
+
 @_jit
-def _inverse(n, c, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _blocks(x, C: tl.constexpr, N: tl.constexpr):
+    return tl.reshape(x, [C // 16, 16, N])
+
+
+@_jit
+def _block_zeros(C: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([C // 16, 16, N], tl.float32)
+
+
+@_jit
+def _block_diagonals(x):
+    """[C/16, 16] on the diagonals of [C/16, 16, 16]."""
+    lane = tl.arange(0, 16)
+    return tl.where((lane[:, None] == lane[None, :])[None, :, :], x[:, :, None], 0.0)
+
+
+@_jit
+def _diagonal_blocks(x, C: tl.constexpr):
+    """The 16 x 16 blocks on the diagonal of a [C, C] tile."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(x, [C // 16, 16, C // 16, 16]), 0.0), 2)
+
+
+@_jit
+def _from_blocks(x, C: tl.constexpr):
+    """A [C, C] tile with the given blocks on its diagonal."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
+
+
+@_jit
+def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
+    """_sums within each block of 16 tokens."""
+    ones = tl.broadcast_to(tl.where(keep, 1.0, 0.0)[None, :, :], [C // 16, 16, 16])
+    if PARTS == 0:
+        out = tl.dot(ones, x, input_precision="ieee")
+    else:
+        ones = ones.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        out = tl.dot(ones, part)
+        if PARTS > 1:
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            out = tl.dot(ones, part, out)
+        if PARTS > 2:
+            x = x - part.to(tl.float32)
+            out = tl.dot(ones, x.to(tl.bfloat16), out)
+    return out
+
+
+@_jit
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
-    e = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(_edge(c, 0), n, 0.0)
-    for level in range(1, LEVELS):
-        below = tl.where(_edge(c, level), n, 0.0)
+    lane = tl.arange(0, 16)
+    n_16 = _diagonal_blocks(n, C)
+    e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
+    for level in range(1, 4):
+        below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
+        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+    e = _from_blocks(e_16, C)
+    for level in range(4, LEVELS):
+        below = tl.where(_edge(row, level), n, 0.0)
         e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
     return e
 
@@ -206,7 +307,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -229,8 +330,18 @@ def _forward_prepare(
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         # Aqa = gram(x, k; g, to, strict=False)
-        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-        for level in range(LEVELS):
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqa += _from_blocks(Aqa_16, C)
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (x * decay).to(DOT)
@@ -287,7 +398,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -345,11 +456,12 @@ def _backward_prepare(
     g_ptr,
     q_ptr,
     Aqa_ptr,
-    x5_out,
-    x16_out,
+    x_out,
+    x4_out,
+    x15_out,
     AT_out,
-    x18_out,
-    x22_out,
+    x17_out,
+    x21_out,
     Gc_out,
     QL_out,
     scale,
@@ -367,7 +479,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -384,22 +496,22 @@ def _backward_prepare(
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x10 = sum[after](g)
-        x10 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x9 = sum[after](g)
+        x9 = _sums(_keep_after(row), g, GATE_PARTS)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # AT = k * exp(x10)
-        AT = k * tl.exp(x10)
+        # AT = k * exp(x9)
+        AT = k * tl.exp(x9)
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        # x32 = sum[all](g)
-        x32 = tl.sum(g, 0)
-        # Gc = exp(x32)
-        Gc = tl.exp(x32)
+        # x28 = sum[all](g)
+        x28 = tl.sum(g, 0)
+        # Gc = exp(x28)
+        Gc = tl.exp(x28)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x6 = sum[to](g)
-        x6 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x5 = sum[to](g)
+        x5 = _sums(_keep_to(row), g, GATE_PARTS)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # QL = (scale * q) * exp(x6)
-        QL = (scale * q) * tl.exp(x6)
+        # QL = (scale * q) * exp(x5)
+        QL = (scale * q) * tl.exp(x5)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     dAqa = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
@@ -410,42 +522,57 @@ def _backward_prepare(
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqa = do @ v^T
         dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x18 = Aqa^T @ do
-        x18 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x18_out + tile * C * V, x18, row, col_v, V, C, V, V % BV == 0)
-    # x = mask(dAqa, strict=True)
-    x = tl.where(_keep_before(row), dAqa, 0.0)
-    # x3 = diagonal(dAqa)
-    x3 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+        # x17 = Aqa^T @ do
+        x17 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x17_out + tile * C * V, x17, row, col_v, V, C, V, V % BV == 0)
+    # x2 = diagonal(dAqa)
+    x2 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x13 = scale * q
-        x13 = scale * q
+        # x12 = scale * q
+        x12 = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x2 = tl.zeros([C, BK, ], tl.float32)
-        x14 = tl.zeros([C, BK, ], tl.float32)
-        # x2 = gram_dx(x, k; g, to, strict=True)
-        # x14 = gram_dy(x, x13; g, to, strict=True)
-        for level in range(LEVELS):
+        x = tl.zeros([C, BK, ], tl.float32)
+        x13 = tl.zeros([C, BK, ], tl.float32)
+        # x = gram_dx(dAqa, k; g, to, strict=True)
+        # x13 = gram_dy(dAqa, x12; g, to, strict=True)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(k, C, BK)
+        operand_1_16 = _blocks(x12, C, BK)
+        cotangent_0_16 = _diagonal_blocks(dAqa, C)
+        x_16 = _block_zeros(C, BK)
+        x13_16 = _block_zeros(C, BK)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+            x_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x13_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        x += tl.reshape(x_16, [C, BK])
+        x13 += tl.reshape(x13_16, [C, BK])
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x13 * decay).to(DOT)
-            d_0 = tl.where(edge, x, 0.0).to(DOT)
-            x2 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-            x14 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-        # x5 = x2 + (x3 * k)
-        x5 = x2 + (x3[:, None] * k)
-        _store_rows(x5_out + tile * C * K, x5, row, col_k, K, C, K, K % BK == 0)
-        # x16 = x14 + (x3 * x13)
-        x16 = x14 + (x3[:, None] * x13)
-        _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
-        # x22 = (x13 * x2) + -(k * x14)
-        x22 = (x13 * x2) + (-(k * x14))
-        _store_rows(x22_out + tile * C * K, x22, row, col_k, K, C, K, K % BK == 0)
+            decayed_1 = (x12 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, dAqa, 0.0).to(DOT)
+            x += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x13 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
+        _store_rows(x_out + tile * C * K, x, row, col_k, K, C, K, K % BK == 0)
+        # x4 = x + (x2 * k)
+        x4 = x + (x2[:, None] * k)
+        _store_rows(x4_out + tile * C * K, x4, row, col_k, K, C, K, K % BK == 0)
+        # x15 = x13 + (x2 * x12)
+        x15 = x13 + (x2[:, None] * x12)
+        _store_rows(x15_out + tile * C * K, x15, row, col_k, K, C, K, K % BK == 0)
+        # x21 = -(k * x13)
+        x21 = -(k * x13)
+        _store_rows(x21_out + tile * C * K, x21, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -471,7 +598,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -500,11 +627,11 @@ def _backward_scan(
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x35 = AT^T @ v
-        x35 = _dot(tl.trans(AT), v, DOT, PRECISION)
+        # x31 = AT^T @ v
+        x31 = _dot(tl.trans(AT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = (S * Gc) + x35
-        S_next = (S * Gc[:, None]) + x35
+        # S_next = (S * Gc) + x31
+        S_next = (S * Gc[:, None]) + x31
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -533,7 +660,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -562,11 +689,11 @@ def _backward_reverse(
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x37 = QL^T @ do
-        x37 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x33 = QL^T @ do
+        x33 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = (dS * Gc) + x37
-        dS_prev = (dS * Gc[:, None]) + x37
+        # dS_prev = (dS * Gc) + x33
+        dS_prev = (dS * Gc[:, None]) + x33
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -577,14 +704,15 @@ def _backward_finish(
     do_ptr,
     S_ptr,
     g_ptr,
-    x5_ptr,
+    x4_ptr,
     v_ptr,
     dS_ptr,
-    x16_ptr,
+    x15_ptr,
     AT_ptr,
-    x18_ptr,
+    x17_ptr,
+    x_ptr,
     q_ptr,
-    x22_ptr,
+    x21_ptr,
     k_ptr,
     Gc_ptr,
     dq_out,
@@ -606,7 +734,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -621,18 +749,6 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x6 = sum[to](g)
-    x6 = _sums(_keep_to(row), g, GATE_PARTS)
-    # x7 = exp(x6)
-    x7 = tl.exp(x6)
-    # x10 = sum[after](g)
-    x10 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x11 = exp(x10)
-    x11 = tl.exp(x10)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x13 = scale * q
-    x13 = scale * q
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -648,36 +764,47 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = v @ dS^T
         dAT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        # x17 = AT @ dS
-        x17 = _dot(AT, dS, DOT, PRECISION)
-        x18 = _load_rows(x18_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dv = x17 + x18
-        dv = x17 + x18
+        # x16 = AT @ dS
+        x16 = _dot(AT, dS, DOT, PRECISION)
+        x17 = _load_rows(x17_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = x16 + x17
+        dv = x16 + x17
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x31 = dS * S
-        x31 = dS * S
-        # dGc = sum_V(x31)
-        dGc += tl.sum(x31, 1)
-    x5 = _load_rows(x5_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dq = (x5 + (dQL * x7)) * scale
-    dq = (x5 + (dQL * x7)) * scale
+        # x27 = dS * S
+        x27 = dS * S
+        # dGc = sum_V(x27)
+        dGc += tl.sum(x27, 1)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x5 = sum[to](g)
+    x5 = _sums(_keep_to(row), g, GATE_PARTS)
+    # x7 = dQL * exp(x5)
+    x7 = dQL * tl.exp(x5)
+    x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # dq = (x4 + x7) * scale
+    dq = (x4 + x7) * scale
     if NEED & 1:
         _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-    x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dk = (dAT * x11) + x16
-    dk = (dAT * x11) + x16
+    # x9 = sum[after](g)
+    x9 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x11 = dAT * exp(x9)
+    x11 = dAT * tl.exp(x9)
+    x15 = _load_rows(x15_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # dk = x11 + x15
+    dk = x11 + x15
     if NEED & 2:
         _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-    x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x26 = sum[from]((x22 + ((dQL * x13) * x7)))
-    x26 = _sums(_keep_from(row), (x22 + ((dQL * x13) * x7)), SUM_PARTS)
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    x = _load_rows(x_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x23 = sum[from]((((scale * q) * (x + x7)) + x21))
+    x23 = _running_from((((scale * q) * (x + x7)) + x21), row, EXACT)
     k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x29 = sum[before](((dAT * k) * x11))
-    x29 = _sums(_keep_before(row), ((dAT * k) * x11), SUM_PARTS)
+    # x25 = sum[before]((x11 * k))
+    x25 = _running_before((x11 * k), row, EXACT)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # dg = (x26 + x29) + (dGc * Gc)
-    dg = (x26 + x29) + (dGc * Gc)[None, :]
+    # dg = (x23 + x25) + (dGc * Gc)
+    dg = (x23 + x25) + (dGc * Gc)[None, :]
     if NEED & 8:
         _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
@@ -785,7 +912,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
-        "SUM_PARTS": 3 * parts,
+        "EXACT": wide,
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
@@ -906,11 +1033,12 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0)
     with _on(q):
         if needs & 31:
-            x5 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x16 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x4 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x18 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x17 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x21 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -922,11 +1050,12 @@ def _backward_triton(
                 g,
                 q,
                 Aqa,
-                x5,
-                x16,
+                x,
+                x4,
+                x15,
                 AT,
-                x18,
-                x22,
+                x17,
+                x21,
                 Gc,
                 QL,
                 scale,
@@ -992,14 +1121,15 @@ def _backward_triton(
                 do,
                 kept_S,
                 g,
-                x5,
+                x4,
                 v,
                 kept_dS,
-                x16,
+                x15,
                 AT,
-                x18,
+                x17,
+                x,
                 q,
-                x22,
+                x21,
                 k,
                 Gc,
                 dq,
@@ -1237,54 +1367,51 @@ def _backward_torch(
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in given)
     if needs & 30:
-        # x13 = scale * q
-        x13 = scale * q
+        # x12 = scale * q
+        x12 = scale * q
     if needs & 15:
-        # x10 = sum[after](g)
-        x10 = _run(g, 'after')
-        # x11 = exp(x10)
-        x11 = torch.exp(x10)
+        # x9 = sum[after](g)
+        x9 = _run(g, 'after')
+        # x10 = exp(x9)
+        x10 = torch.exp(x9)
     if needs & 13:
-        # AT = k * x11
-        AT = k * x11
-    # x32 = sum[all](g)
-    x32 = g.sum(-2)
-    # Gc = exp(x32)
-    Gc = torch.exp(x32)
-    # x6 = sum[to](g)
-    x6 = _run(g, 'to')
-    # x7 = exp(x6)
-    x7 = torch.exp(x6)
+        # AT = k * x10
+        AT = k * x10
+    # x28 = sum[all](g)
+    x28 = g.sum(-2)
+    # Gc = exp(x28)
+    Gc = torch.exp(x28)
+    # x5 = sum[to](g)
+    x5 = _run(g, 'to')
+    # x6 = exp(x5)
+    x6 = torch.exp(x5)
     if needs & 30:
-        # QL = x13 * x7
-        QL = x13 * x7
+        # QL = x12 * x6
+        QL = x12 * x6
     if needs & 11:
         # dAqa = do @ v^T
         dAqa = do @ v.mT
     if needs & 4:
-        # x18 = Aqa^T @ do
-        x18 = Aqa.mT @ do
-    if needs & 11:
-        # x = mask(dAqa, strict=True)
-        x = torch.tril(dAqa, -1)
+        # x17 = Aqa^T @ do
+        x17 = Aqa.mT @ do
     if needs & 3:
-        # x3 = diagonal(dAqa)
-        x3 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x2 = diagonal(dAqa)
+        x2 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
-        # x2 = gram_dx(x, k; g, to, strict=True)
-        x2 = _gram_dx(x, k, g, False)
+        # x = gram_dx(dAqa, k; g, to, strict=True)
+        x = _gram_dx(dAqa, k, g, False)
     if needs & 1:
-        # x5 = x2 + (x3 * k)
-        x5 = x2 + (x3[..., :, None] * k)
+        # x4 = x + (x2 * k)
+        x4 = x + (x2[..., :, None] * k)
     if needs & 10:
-        # x14 = gram_dy(x, x13; g, to, strict=True)
-        x14 = _gram_dy(x, x13, g, False)
+        # x13 = gram_dy(dAqa, x12; g, to, strict=True)
+        x13 = _gram_dy(dAqa, x12, g, False)
     if needs & 2:
-        # x16 = x14 + (x3 * x13)
-        x16 = x14 + (x3[..., :, None] * x13)
+        # x15 = x13 + (x2 * x12)
+        x15 = x13 + (x2[..., :, None] * x12)
     if needs & 8:
-        # x22 = (x13 * x2) + -(k * x14)
-        x22 = (x13 * x2) + (-(k * x14))
+        # x21 = -(k * x13)
+        x21 = -(k * x13)
     if needs & 9:
         S = state
         kept_S_all: list[Tensor] = []
@@ -1293,10 +1420,10 @@ def _backward_torch(
             AT_here = AT[:, chunk]
             v_here = v[:, chunk]
             kept_S_all.append(S)
-            # x35 = AT^T @ v
-            x35 = AT_here.mT @ v_here
-            # S_next = (S * Gc) + x35
-            S_next = (S * Gc_here[..., :, None]) + x35
+            # x31 = AT^T @ v
+            x31 = AT_here.mT @ v_here
+            # S_next = (S * Gc) + x31
+            S_next = (S * Gc_here[..., :, None]) + x31
             S = S_next
         end_S = S
         S = _stack(kept_S_all, v, NT, K, dtype)
@@ -1308,10 +1435,10 @@ def _backward_torch(
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x37 = QL^T @ do
-            x37 = QL_here.mT @ do_here
-            # dS_prev = (dS * Gc) + x37
-            dS_prev = (dS * Gc_here[..., :, None]) + x37
+            # x33 = QL^T @ do
+            x33 = QL_here.mT @ do_here
+            # dS_prev = (dS * Gc) + x33
+            dS_prev = (dS * Gc_here[..., :, None]) + x33
             dS = dS_prev
         end_dS = dS
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
@@ -1322,28 +1449,34 @@ def _backward_torch(
         # dAT = v @ dS^T
         dAT = v @ dS.mT
     if needs & 4:
-        # x17 = AT @ dS
-        x17 = AT @ dS
-        # dv = x17 + x18
-        dv = x17 + x18
+        # x16 = AT @ dS
+        x16 = AT @ dS
+        # dv = x16 + x17
+        dv = x16 + x17
     if needs & 8:
-        # x31 = dS * S
-        x31 = dS * S
-        # dGc = sum_V(x31)
-        dGc = x31.sum(-1)
+        # x27 = dS * S
+        x27 = dS * S
+        # dGc = sum_V(x27)
+        dGc = x27.sum(-1)
+    if needs & 9:
+        # x7 = dQL * x6
+        x7 = dQL * x6
     if needs & 1:
-        # dq = (x5 + (dQL * x7)) * scale
-        dq = (x5 + (dQL * x7)) * scale
+        # dq = (x4 + x7) * scale
+        dq = (x4 + x7) * scale
+    if needs & 10:
+        # x11 = dAT * x10
+        x11 = dAT * x10
     if needs & 2:
-        # dk = (dAT * x11) + x16
-        dk = (dAT * x11) + x16
+        # dk = x11 + x15
+        dk = x11 + x15
     if needs & 8:
-        # x26 = sum[from]((x22 + ((dQL * x13) * x7)))
-        x26 = _run((x22 + ((dQL * x13) * x7)), 'from')
-        # x29 = sum[before](((dAT * k) * x11))
-        x29 = _run(((dAT * k) * x11), 'before')
-        # dg = (x26 + x29) + (dGc * Gc)
-        dg = (x26 + x29) + (dGc * Gc)[..., None, :]
+        # x23 = sum[from](((x12 * (x + x7)) + x21))
+        x23 = _run(((x12 * (x + x7)) + x21), 'from')
+        # x25 = sum[before]((x11 * k))
+        x25 = _run((x11 * k), 'before')
+        # dg = (x23 + x25) + (dGc * Gc)
+        dg = (x23 + x25) + (dGc * Gc)[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

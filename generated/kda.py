@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program 7073f568:
+# Kimi Delta Attention, program fde56f82:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda"]
 
-_NAME = "kda_7073f568"
+_NAME = "kda_fde56f82"
 
 
 def _jit(function: Any) -> Any:
@@ -111,6 +111,45 @@ def _sums(keep, x, PARTS: tl.constexpr):
     return out
 
 
+# Running sums of gradients: the same, but a difference of two sums will do.
+
+
+@_jit
+def _running_to(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_to(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0)
+    return out
+
+
+@_jit
+def _running_before(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_before(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0) - x
+    return out
+
+
+@_jit
+def _running_after(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_after(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True) - x
+    return out
+
+
+@_jit
+def _running_from(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_from(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True)
+    return out
+
+
 @_jit
 def _sums_of_numbers(keep, x):
     """The same for one number a token."""
@@ -152,12 +191,74 @@ def _reach(c, level, BEFORE: tl.constexpr):
     return ((r >> level) == (m >> level)) & ((second & up) | ((second == 0) & (m > r)))
 
 
+# The four lowest levels of a tree join tokens of one block of 16, so they are products of 16 x 16 tiles: [C/16, 16, ..].
+
+
 @_jit
-def _inverse(n, c, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _blocks(x, C: tl.constexpr, N: tl.constexpr):
+    return tl.reshape(x, [C // 16, 16, N])
+
+
+@_jit
+def _block_zeros(C: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([C // 16, 16, N], tl.float32)
+
+
+@_jit
+def _block_diagonals(x):
+    """[C/16, 16] on the diagonals of [C/16, 16, 16]."""
+    lane = tl.arange(0, 16)
+    return tl.where((lane[:, None] == lane[None, :])[None, :, :], x[:, :, None], 0.0)
+
+
+@_jit
+def _diagonal_blocks(x, C: tl.constexpr):
+    """The 16 x 16 blocks on the diagonal of a [C, C] tile."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(x, [C // 16, 16, C // 16, 16]), 0.0), 2)
+
+
+@_jit
+def _from_blocks(x, C: tl.constexpr):
+    """A [C, C] tile with the given blocks on its diagonal."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
+
+
+@_jit
+def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
+    """_sums within each block of 16 tokens."""
+    ones = tl.broadcast_to(tl.where(keep, 1.0, 0.0)[None, :, :], [C // 16, 16, 16])
+    if PARTS == 0:
+        out = tl.dot(ones, x, input_precision="ieee")
+    else:
+        ones = ones.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        out = tl.dot(ones, part)
+        if PARTS > 1:
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            out = tl.dot(ones, part, out)
+        if PARTS > 2:
+            x = x - part.to(tl.float32)
+            out = tl.dot(ones, x.to(tl.bfloat16), out)
+    return out
+
+
+@_jit
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
-    e = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(_edge(c, 0), n, 0.0)
-    for level in range(1, LEVELS):
-        below = tl.where(_edge(c, level), n, 0.0)
+    lane = tl.arange(0, 16)
+    n_16 = _diagonal_blocks(n, C)
+    e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
+    for level in range(1, 4):
+        below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
+        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+    e = _from_blocks(e_16, C)
+    for level in range(4, LEVELS):
+        below = tl.where(_edge(row, level), n, 0.0)
         e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
     return e
 
@@ -215,7 +316,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -241,8 +342,21 @@ def _forward_prepare(
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         # Aqa = gram(x, k; g, to, strict=False)
         # x2 = gram(k, k; g, to, strict=True)
-        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-        for level in range(LEVELS):
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        x2_16 = _block_zeros(C, 16)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            x2_16 += tl.where(edge, _dot(decayed_1, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqa += _from_blocks(Aqa_16, C)
+        x2 += _from_blocks(x2_16, C)
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (x * decay).to(DOT)
@@ -276,7 +390,7 @@ def _forward_prepare(
         # x3 = beta * v
         x3 = beta[:, None] * v
     # E = inverse((beta * x2))
-    E = _inverse((beta[:, None] * x2), row, LEVELS, SOLVE)
+    E = _inverse((beta[:, None] * x2), row, C, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -324,7 +438,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -394,7 +508,7 @@ def _backward_prepare(
     U_out,
     W_out,
     AT_out,
-    x18_out,
+    x17_out,
     Gc_out,
     QL_out,
     scale,
@@ -412,7 +526,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -439,15 +553,15 @@ def _backward_prepare(
         # W = E @ ((beta * k) * x2)
         W = _dot(E, ((beta[:, None] * k) * x2), DOT, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
-        # x14 = sum[after](g)
-        x14 = _sums(_keep_after(row), g, GATE_PARTS)
-        # AT = k * exp(x14)
-        AT = k * tl.exp(x14)
+        # x13 = sum[after](g)
+        x13 = _sums(_keep_after(row), g, GATE_PARTS)
+        # AT = k * exp(x13)
+        AT = k * tl.exp(x13)
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        # x52 = sum[all](g)
-        x52 = tl.sum(g, 0)
-        # Gc = exp(x52)
-        Gc = tl.exp(x52)
+        # x46 = sum[all](g)
+        x46 = tl.sum(g, 0)
+        # Gc = exp(x46)
+        Gc = tl.exp(x46)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
@@ -462,9 +576,9 @@ def _backward_prepare(
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x18 = Aqa^T @ do
-        x18 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x18_out + tile * C * V, x18, row, col_v, V, C, V, V % BV == 0)
+        # x17 = Aqa^T @ do
+        x17 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x17_out + tile * C * V, x17, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -492,7 +606,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -527,11 +641,11 @@ def _backward_scan(
         Vnew = U + (-x6)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x62 = AT^T @ Vnew
-        x62 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        # x55 = AT^T @ Vnew
+        x55 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = x62 + (S * Gc)
-        S_next = x62 + (S * Gc[:, None])
+        # S_next = x55 + (S * Gc)
+        S_next = x55 + (S * Gc[:, None])
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -540,7 +654,7 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x18_ptr,
+    x17_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
@@ -564,7 +678,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -592,22 +706,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x17 = AT @ dS
-        x17 = _dot(AT, dS, DOT, PRECISION)
-        x18 = _load_rows(x18_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x17 + x18
-        dVnew = x17 + x18
+        # x16 = AT @ dS
+        x16 = _dot(AT, dS, DOT, PRECISION)
+        x17 = _load_rows(x17_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x16 + x17
+        dVnew = x16 + x17
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x65 = QL^T @ do
-        x65 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x58 = QL^T @ do
+        x58 = _dot(tl.trans(QL), do, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x67 = W^T @ dVnew
-        x67 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        # x60 = W^T @ dVnew
+        x60 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x65) + -x67
-        dS_prev = ((dS * Gc[:, None]) + x65) + (-x67)
+        # dS_prev = ((dS * Gc) + x58) + -x60
+        dS_prev = ((dS * Gc[:, None]) + x58) + (-x60)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -617,20 +731,22 @@ def _backward_reverse(
 def _backward_finish(
     do_ptr,
     S_ptr,
+    g_ptr,
     Vnew_ptr,
     dS_ptr,
     E_ptr,
     dVnew_ptr,
     beta_ptr,
+    Gc_ptr,
     v_ptr,
-    dQL_out,
+    x3_out,
     dAqa_out,
-    dAT_out,
+    x15_out,
     x20_out,
-    x23_out,
+    x22_out,
     dv_out,
-    dGc_out,
-    x59_out,
+    x47_out,
+    x52_out,
     scale,
     T,
     NT,
@@ -646,7 +762,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -665,11 +781,11 @@ def _backward_finish(
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x20 = tl.zeros([C, BK, ], tl.float32)
-    x23 = tl.zeros([C, C, ], tl.float32)
+    x19 = tl.zeros([C, BK, ], tl.float32)
+    x22 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
-    x59 = tl.zeros([C, ], tl.float32)
+    x52 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -684,48 +800,63 @@ def _backward_finish(
         # dAT = Vnew @ dS^T
         dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x19 = E^T @ dVnew
-        x19 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x20 = x19 @ S^T
-        x20 += _dot(x19, tl.trans(S), DOT, PRECISION)
-        # x23 = x19 @ Vnew^T
-        x23 += _dot(x19, tl.trans(Vnew), DOT, PRECISION)
-        # dv = x19 * beta
-        dv = x19 * beta[:, None]
+        # x18 = E^T @ dVnew
+        x18 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x19 = x18 @ S^T
+        x19 += _dot(x18, tl.trans(S), DOT, PRECISION)
+        # x22 = x18 @ Vnew^T
+        x22 += _dot(x18, tl.trans(Vnew), DOT, PRECISION)
+        # dv = x18 * beta
+        dv = x18 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x51 = dS * S
-        x51 = dS * S
-        # dGc = sum_V(x51)
-        dGc += tl.sum(x51, 1)
+        # x45 = dS * S
+        x45 = dS * S
+        # dGc = sum_V(x45)
+        dGc += tl.sum(x45, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x58 = x19 * v
-        x58 = x19 * v
-        # x59 = sum_V(x58)
-        x59 += tl.sum(x58, 1)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
+        # x51 = x18 * v
+        x51 = x18 * v
+        # x52 = sum_V(x51)
+        x52 += tl.sum(x51, 1)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
-    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x22_out + tile * C * C, x22, row, row, C, C, C, True)
+    tl.store(x52_out + tile * C + row, x52, mask=row < C)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x = sum[to](g)
+    x = _sums(_keep_to(row), g, GATE_PARTS)
+    # x2 = exp(x)
+    x2 = tl.exp(x)
+    # x3 = dQL * x2
+    x3 = dQL * x2
+    _store_rows(x3_out + tile * C * K, x3, row, col_k, K, C, K, K % BK == 0)
+    # x13 = sum[after](g)
+    x13 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x15 = dAT * exp(x13)
+    x15 = dAT * tl.exp(x13)
+    _store_rows(x15_out + tile * C * K, x15, row, col_k, K, C, K, K % BK == 0)
+    # x20 = x19 * x2
+    x20 = x19 * x2
     _store_rows(x20_out + tile * C * K, x20, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x23_out + tile * C * C, x23, row, row, C, C, C, True)
-    tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
-    tl.store(x59_out + tile * C + row, x59, mask=row < C)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # x47 = dGc * Gc
+    x47 = dGc * Gc
+    tl.store(x47_out + tile * K + col_k, x47, mask=col_k < K)
 
 
 @_jit
 def _backward_finish_1(
-    dQL_ptr,
-    g_ptr,
     dAqa_ptr,
     k_ptr,
-    dAT_ptr,
+    g_ptr,
+    x3_ptr,
     x20_ptr,
-    x23_ptr,
+    x22_ptr,
     beta_ptr,
+    x15_ptr,
     q_ptr,
-    dGc_ptr,
-    Gc_ptr,
-    x59_ptr,
+    x47_ptr,
+    x52_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -745,7 +876,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -759,80 +890,91 @@ def _backward_finish_1(
     row = tl.arange(0, C)
     in_c = row < T - start
     dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x8 = mask(dAqa, strict=True)
-    x8 = tl.where(_keep_before(row), dAqa, 0.0)
-    # x10 = diagonal(dAqa)
-    x10 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    x23 = _load_rows(x23_ptr + tile * C * C, row, row, C, C, C, True)
-    # x24 = mask(x23, strict=True)
-    x24 = tl.where(_keep_before(row), x23, 0.0)
+    # x9 = diagonal(dAqa)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x61 = tl.zeros([C, ], tl.float32)
+    x22 = _load_rows(x22_ptr + tile * C * C, row, row, C, C, C, True)
+    x54 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x = sum[to](g)
-        x = _sums(_keep_to(row), g, GATE_PARTS)
-        # x2 = exp(x)
-        x2 = tl.exp(x)
-        # x14 = sum[after](g)
-        x14 = _sums(_keep_after(row), g, GATE_PARTS)
-        # x15 = exp(x14)
-        x15 = tl.exp(x14)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x30 = scale * q
-        x30 = scale * q
+        # x28 = scale * q
+        x28 = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x5 = beta * k
         x5 = beta[:, None] * k
-        x9 = tl.zeros([C, BK, ], tl.float32)
-        x25 = tl.zeros([C, BK, ], tl.float32)
-        x36 = tl.zeros([C, BK, ], tl.float32)
-        # x9 = gram_dx(x8, k; g, to, strict=True)
-        # x25 = gram_dx(x24, k; g, to, strict=True)
-        # x36 = gram_dy(x8, x30; g, to, strict=True)
-        # x36 -= gram_dy(x24, x5; g, to, strict=True)
-        for level in range(LEVELS):
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        x8 = tl.zeros([C, BK, ], tl.float32)
+        x23 = tl.zeros([C, BK, ], tl.float32)
+        x34 = tl.zeros([C, BK, ], tl.float32)
+        # x8 = gram_dx(dAqa, k; g, to, strict=True)
+        # x23 = gram_dx(x22, k; g, to, strict=True)
+        # x34 = gram_dy(dAqa, x28; g, to, strict=True)
+        # x34 -= gram_dy(x22, x5; g, to, strict=True)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(k, C, BK)
+        operand_1_16 = _blocks(x28, C, BK)
+        operand_2_16 = _blocks(x5, C, BK)
+        cotangent_0_16 = _diagonal_blocks(dAqa, C)
+        cotangent_1_16 = _diagonal_blocks(x22, C)
+        x8_16 = _block_zeros(C, BK)
+        x23_16 = _block_zeros(C, BK)
+        x34_16 = _block_zeros(C, BK)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
+            x8_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x23_16 += decay * _dot(cotangent_1, decayed_0, DOT, PRECISION)
+            x34_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
+            x34_16 -= decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_2, DOT, PRECISION)
+        x8 += tl.reshape(x8_16, [C, BK])
+        x23 += tl.reshape(x23_16, [C, BK])
+        x34 += tl.reshape(x34_16, [C, BK])
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x30 * decay).to(DOT)
+            decayed_1 = (x28 * decay).to(DOT)
             decayed_2 = (x5 * decay).to(DOT)
-            d_0 = tl.where(edge, x8, 0.0).to(DOT)
-            d_1 = tl.where(edge, x24, 0.0).to(DOT)
-            x9 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-            x25 += decay * _dot(d_1, decayed_0, DOT, PRECISION)
-            x36 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-            x36 -= decay * _dot(tl.trans(d_1), decayed_2, DOT, PRECISION)
-        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((dQL * x2) + (x9 + (x10 * k))) * scale
-        dq = ((dQL * x2) + (x9 + (x10[:, None] * k))) * scale
+            cotangent_0 = tl.where(edge, dAqa, 0.0).to(DOT)
+            cotangent_1 = tl.where(edge, x22, 0.0).to(DOT)
+            x8 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x23 += decay * _dot(cotangent_1, decayed_0, DOT, PRECISION)
+            x34 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
+            x34 -= decay * _dot(tl.trans(cotangent_1), decayed_2, DOT, PRECISION)
+        x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = (x3 + (x8 + (x9 * k))) * scale
+        dq = (x3 + (x8 + (x9[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
         x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x27 = -(x20 * x2) + -x25
-        x27 = (-(x20 * x2)) + (-x25)
-        dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = (((dAT * x15) + (x27 * beta)) + (x10 * x30)) + x36
-        dk = (((dAT * x15) + (x27 * beta[:, None])) + (x10[:, None] * x30)) + x36
+        # x25 = -x20 + -x23
+        x25 = (-x20) + (-x23)
+        x15 = _load_rows(x15_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((x15 + (x25 * beta)) + (x9 * x28)) + x34
+        dk = ((x15 + (x25 * beta[:, None])) + (x9[:, None] * x28)) + x34
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x50 = sum[from]((((-(k * x36) + (((dQL * x30) + -(x20 * x5)) * x2)) + (x30 * x9)) + -(x5 * x25)))
-        x50 = _sums(_keep_from(row), ((((-(k * x36)) + (((dQL * x30) + (-(x20 * x5))) * x2)) + (x30 * x9)) + (-(x5 * x25))), SUM_PARTS)
-        # x57 = sum[before](((dAT * k) * x15))
-        x57 = _sums(_keep_before(row), ((dAT * k) * x15), SUM_PARTS)
-        dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = (x50 + (dGc * Gc)) + x57
-        dg = (x50 + (dGc * Gc)[None, :]) + x57
+        # x44 = sum[from](((-(k * x34) + (x28 * (x3 + x8))) + -(x5 * (x20 + x23))))
+        x44 = _running_from((((-(k * x34)) + (x28 * (x3 + x8))) + (-(x5 * (x20 + x23)))), row, EXACT)
+        # x50 = sum[before]((x15 * k))
+        x50 = _running_before((x15 * k), row, EXACT)
+        x47 = tl.load(x47_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x44 + x47) + x50
+        dg = (x44 + x47[None, :]) + x50
         if NEED & 8:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x61 = sum_K((x27 * k))
-        x61 += tl.sum((x27 * k), 1)
-    x59 = tl.load(x59_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x59 + x61
-    dbeta = x59 + x61
+        # x54 = sum_K((x25 * k))
+        x54 += tl.sum((x25 * k), 1)
+    x52 = tl.load(x52_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x52 + x54
+    dbeta = x52 + x54
     if NEED & 16:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -940,7 +1082,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
-        "SUM_PARTS": 3 * parts,
+        "EXACT": wide,
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
@@ -1074,7 +1216,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x18 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x17 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1091,7 +1233,7 @@ def _backward_triton(
                 U,
                 W,
                 AT,
-                x18,
+                x17,
                 Gc,
                 QL,
                 scale,
@@ -1137,7 +1279,7 @@ def _backward_triton(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x18,
+                x17,
                 Gc,
                 QL,
                 do,
@@ -1159,32 +1301,34 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 31:
-            dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x23 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x59 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x22 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x47 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x52 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
                 do,
                 kept_S,
+                g,
                 Vnew,
                 kept_dS,
                 E,
                 dVnew,
                 beta,
+                Gc,
                 v,
-                dQL,
+                x3,
                 dAqa,
-                dAT,
+                x15,
                 x20,
-                x23,
+                x22,
                 dv,
-                dGc,
-                x59,
+                x47,
+                x52,
                 scale,
                 T,
                 NT,
@@ -1199,18 +1343,17 @@ def _backward_triton(
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
-                dQL,
-                g,
                 dAqa,
                 k,
-                dAT,
+                g,
+                x3,
                 x20,
-                x23,
+                x22,
                 beta,
+                x15,
                 q,
-                dGc,
-                Gc,
-                x59,
+                x47,
+                x52,
                 dq,
                 dk,
                 dg,
@@ -1471,27 +1614,27 @@ def _backward_torch(
     x2 = torch.exp(x)
     # W = E @ (x5 * x2)
     W = E @ (x5 * x2)
-    # x14 = sum[after](g)
-    x14 = _run(g, 'after')
-    # x15 = exp(x14)
-    x15 = torch.exp(x14)
-    # AT = k * x15
-    AT = k * x15
-    # x52 = sum[all](g)
-    x52 = g.sum(-2)
-    # Gc = exp(x52)
-    Gc = torch.exp(x52)
+    # x13 = sum[after](g)
+    x13 = _run(g, 'after')
+    # x14 = exp(x13)
+    x14 = torch.exp(x13)
+    # AT = k * x14
+    AT = k * x14
+    # x46 = sum[all](g)
+    x46 = g.sum(-2)
+    # Gc = exp(x46)
+    Gc = torch.exp(x46)
     if needs & 62:
-        # x30 = scale * q
-        x30 = scale * q
-        # QL = x30 * x2
-        QL = x30 * x2
+        # x28 = scale * q
+        x28 = scale * q
+        # QL = x28 * x2
+        QL = x28 * x2
     if needs & 27:
         # U = E @ (beta * v)
         U = E @ (beta[..., :, None] * v)
     if needs & 62:
-        # x18 = Aqa^T @ do
-        x18 = Aqa.mT @ do
+        # x17 = Aqa^T @ do
+        x17 = Aqa.mT @ do
     if needs & 27:
         S = state
         Vnew_all: list[Tensor] = []
@@ -1506,10 +1649,10 @@ def _backward_torch(
             x6 = W_here @ S
             # Vnew = U + -x6
             Vnew = U_here + (-x6)
-            # x62 = AT^T @ Vnew
-            x62 = AT_here.mT @ Vnew
-            # S_next = x62 + (S * Gc)
-            S_next = x62 + (S * Gc_here[..., :, None])
+            # x55 = AT^T @ Vnew
+            x55 = AT_here.mT @ Vnew
+            # S_next = x55 + (S * Gc)
+            S_next = x55 + (S * Gc_here[..., :, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1521,22 +1664,22 @@ def _backward_torch(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x18_here = x18[:, chunk]
+            x17_here = x17[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             W_here = W[:, chunk]
             kept_dS_all.append(dS)
-            # x17 = AT @ dS
-            x17 = AT_here @ dS
-            # dVnew = x17 + x18
-            dVnew = x17 + x18_here
-            # x65 = QL^T @ do
-            x65 = QL_here.mT @ do_here
-            # x67 = W^T @ dVnew
-            x67 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x65) + -x67
-            dS_prev = ((dS * Gc_here[..., :, None]) + x65) + (-x67)
+            # x16 = AT @ dS
+            x16 = AT_here @ dS
+            # dVnew = x16 + x17
+            dVnew = x16 + x17_here
+            # x58 = QL^T @ do
+            x58 = QL_here.mT @ do_here
+            # x60 = W^T @ dVnew
+            x60 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x58) + -x60
+            dS_prev = ((dS * Gc_here[..., :, None]) + x58) + (-x60)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -1552,69 +1695,75 @@ def _backward_torch(
         # dAT = Vnew @ dS^T
         dAT = Vnew @ dS.mT
     if needs & 30:
-        # x19 = E^T @ dVnew
-        x19 = E.mT @ dVnew
+        # x18 = E^T @ dVnew
+        x18 = E.mT @ dVnew
     if needs & 26:
-        # x20 = x19 @ S^T
-        x20 = x19 @ S.mT
-        # x23 = x19 @ Vnew^T
-        x23 = x19 @ Vnew.mT
+        # x19 = x18 @ S^T
+        x19 = x18 @ S.mT
+        # x22 = x18 @ Vnew^T
+        x22 = x18 @ Vnew.mT
     if needs & 4:
-        # dv = x19 * beta
-        dv = x19 * beta[..., :, None]
+        # dv = x18 * beta
+        dv = x18 * beta[..., :, None]
     if needs & 8:
-        # x51 = dS * S
-        x51 = dS * S
-        # dGc = sum_V(x51)
-        dGc = x51.sum(-1)
+        # x45 = dS * S
+        x45 = dS * S
+        # dGc = sum_V(x45)
+        dGc = x45.sum(-1)
     if needs & 16:
-        # x58 = x19 * v
-        x58 = x19 * v
-        # x59 = sum_V(x58)
-        x59 = x58.sum(-1)
-    if needs & 11:
-        # x8 = mask(dAqa, strict=True)
-        x8 = torch.tril(dAqa, -1)
-    if needs & 3:
-        # x10 = diagonal(dAqa)
-        x10 = dAqa.diagonal(dim1=-2, dim2=-1)
-    if needs & 26:
-        # x24 = mask(x23, strict=True)
-        x24 = torch.tril(x23, -1)
+        # x51 = x18 * v
+        x51 = x18 * v
+        # x52 = sum_V(x51)
+        x52 = x51.sum(-1)
     if needs & 9:
-        # x9 = gram_dx(x8, k; g, to, strict=True)
-        x9 = _gram_dx(x8, k, g, False)
-    if needs & 1:
-        # dq = ((dQL * x2) + (x9 + (x10 * k))) * scale
-        dq = ((dQL * x2) + (x9 + (x10[..., :, None] * k))) * scale
-    if needs & 26:
-        # x25 = gram_dx(x24, k; g, to, strict=True)
-        x25 = _gram_dx(x24, k, g, False)
-    if needs & 18:
-        # x27 = -(x20 * x2) + -x25
-        x27 = (-(x20 * x2)) + (-x25)
+        # x3 = dQL * x2
+        x3 = dQL * x2
     if needs & 10:
-        # x33 = gram_dy(x8, x30; g, to, strict=True)
-        x33 = _gram_dy(x8, x30, g, False)
-        # x34 = gram_dy(x24, x5; g, to, strict=True)
-        x34 = _gram_dy(x24, x5, g, False)
-        # x36 = x33 + -x34
-        x36 = x33 + (-x34)
-    if needs & 2:
-        # dk = (((dAT * x15) + (x27 * beta)) + (x10 * x30)) + x36
-        dk = (((dAT * x15) + (x27 * beta[..., :, None])) + (x10[..., :, None] * x30)) + x36
+        # x15 = dAT * x14
+        x15 = dAT * x14
+    if needs & 26:
+        # x20 = x19 * x2
+        x20 = x19 * x2
     if needs & 8:
-        # x50 = sum[from]((((-(k * x36) + (((dQL * x30) + -(x20 * x5)) * x2)) + (x30 * x9)) + -(x5 * x25)))
-        x50 = _run(((((-(k * x36)) + (((dQL * x30) + (-(x20 * x5))) * x2)) + (x30 * x9)) + (-(x5 * x25))), 'from')
-        # x57 = sum[before](((dAT * k) * x15))
-        x57 = _run(((dAT * k) * x15), 'before')
-        # dg = (x50 + (dGc * Gc)) + x57
-        dg = (x50 + (dGc * Gc)[..., None, :]) + x57
+        # x47 = dGc * Gc
+        x47 = dGc * Gc
+    if needs & 3:
+        # x9 = diagonal(dAqa)
+        x9 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 9:
+        # x8 = gram_dx(dAqa, k; g, to, strict=True)
+        x8 = _gram_dx(dAqa, k, g, False)
+    if needs & 1:
+        # dq = (x3 + (x8 + (x9 * k))) * scale
+        dq = (x3 + (x8 + (x9[..., :, None] * k))) * scale
+    if needs & 26:
+        # x23 = gram_dx(x22, k; g, to, strict=True)
+        x23 = _gram_dx(x22, k, g, False)
+    if needs & 18:
+        # x25 = -x20 + -x23
+        x25 = (-x20) + (-x23)
+    if needs & 10:
+        # x31 = gram_dy(dAqa, x28; g, to, strict=True)
+        x31 = _gram_dy(dAqa, x28, g, False)
+        # x32 = gram_dy(x22, x5; g, to, strict=True)
+        x32 = _gram_dy(x22, x5, g, False)
+        # x34 = x31 + -x32
+        x34 = x31 + (-x32)
+    if needs & 2:
+        # dk = ((x15 + (x25 * beta)) + (x9 * x28)) + x34
+        dk = ((x15 + (x25 * beta[..., :, None])) + (x9[..., :, None] * x28)) + x34
+    if needs & 8:
+        # x44 = sum[from](((-(k * x34) + (x28 * (x3 + x8))) + -(x5 * (x20 + x23))))
+        x44 = _run((((-(k * x34)) + (x28 * (x3 + x8))) + (-(x5 * (x20 + x23)))), 'from')
+        # x50 = sum[before]((x15 * k))
+        x50 = _run((x15 * k), 'before')
+        # dg = (x44 + x47) + x50
+        dg = (x44 + x47[..., None, :]) + x50
     if needs & 16:
-        # x61 = sum_K((x27 * k))
-        x61 = (x27 * k).sum(-1)
-        # dbeta = x59 + x61
-        dbeta = x59 + x61
+        # x54 = sum_K((x25 * k))
+        x54 = (x25 * k).sum(-1)
+        # dbeta = x52 + x54
+        dbeta = x52 + x54
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

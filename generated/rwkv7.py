@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 3095dd8a:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 5673b643:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7"]
 
-_NAME = "rwkv7_3095dd8a"
+_NAME = "rwkv7_5673b643"
 
 
 def _jit(function: Any) -> Any:
@@ -111,6 +111,45 @@ def _sums(keep, x, PARTS: tl.constexpr):
     return out
 
 
+# Running sums of gradients: the same, but a difference of two sums will do.
+
+
+@_jit
+def _running_to(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_to(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0)
+    return out
+
+
+@_jit
+def _running_before(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_before(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0) - x
+    return out
+
+
+@_jit
+def _running_after(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_after(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True) - x
+    return out
+
+
+@_jit
+def _running_from(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_from(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True)
+    return out
+
+
 @_jit
 def _sums_of_numbers(keep, x):
     """The same for one number a token."""
@@ -152,12 +191,74 @@ def _reach(c, level, BEFORE: tl.constexpr):
     return ((r >> level) == (m >> level)) & ((second & up) | ((second == 0) & (m > r)))
 
 
+# The four lowest levels of a tree join tokens of one block of 16, so they are products of 16 x 16 tiles: [C/16, 16, ..].
+
+
 @_jit
-def _inverse(n, c, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _blocks(x, C: tl.constexpr, N: tl.constexpr):
+    return tl.reshape(x, [C // 16, 16, N])
+
+
+@_jit
+def _block_zeros(C: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([C // 16, 16, N], tl.float32)
+
+
+@_jit
+def _block_diagonals(x):
+    """[C/16, 16] on the diagonals of [C/16, 16, 16]."""
+    lane = tl.arange(0, 16)
+    return tl.where((lane[:, None] == lane[None, :])[None, :, :], x[:, :, None], 0.0)
+
+
+@_jit
+def _diagonal_blocks(x, C: tl.constexpr):
+    """The 16 x 16 blocks on the diagonal of a [C, C] tile."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(x, [C // 16, 16, C // 16, 16]), 0.0), 2)
+
+
+@_jit
+def _from_blocks(x, C: tl.constexpr):
+    """A [C, C] tile with the given blocks on its diagonal."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
+
+
+@_jit
+def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
+    """_sums within each block of 16 tokens."""
+    ones = tl.broadcast_to(tl.where(keep, 1.0, 0.0)[None, :, :], [C // 16, 16, 16])
+    if PARTS == 0:
+        out = tl.dot(ones, x, input_precision="ieee")
+    else:
+        ones = ones.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        out = tl.dot(ones, part)
+        if PARTS > 1:
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            out = tl.dot(ones, part, out)
+        if PARTS > 2:
+            x = x - part.to(tl.float32)
+            out = tl.dot(ones, x.to(tl.bfloat16), out)
+    return out
+
+
+@_jit
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
-    e = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(_edge(c, 0), n, 0.0)
-    for level in range(1, LEVELS):
-        below = tl.where(_edge(c, level), n, 0.0)
+    lane = tl.arange(0, 16)
+    n_16 = _diagonal_blocks(n, C)
+    e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
+    for level in range(1, 4):
+        below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
+        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+    e = _from_blocks(e_16, C)
+    for level in range(4, LEVELS):
+        below = tl.where(_edge(row, level), n, 0.0)
         e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
     return e
 
@@ -200,7 +301,7 @@ def _forward_prepare(
     Aqa_out,
     E_out,
     M3_out,
-    x9_out,
+    U_out,
     W_out,
     Gc_out,
     KT_out,
@@ -220,7 +321,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -251,9 +352,32 @@ def _forward_prepare(
         # Aqa = gram(x, b; g, to, strict=False)
         # x7 = gram(a, b; g, before, strict=True)
         # M3 = gram(a, k; g, before, strict=True)
-        Aqk += tl.where(row[:, None] == row[None, :], tl.sum(x * k, 1)[:, None], 0.0)
-        Aqa += tl.where(row[:, None] == row[None, :], tl.sum(x * b, 1)[:, None], 0.0)
-        for level in range(LEVELS):
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        operand_2_16 = _blocks(b, C, BK)
+        operand_3_16 = _blocks(a, C, BK)
+        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        x7_16 = _block_zeros(C, 16)
+        M3_16 = _block_zeros(C, 16)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            decayed_3 = (operand_3_16 * decay_before).to(DOT)
+            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+            x7_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+            M3_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqk += _from_blocks(Aqk_16, C)
+        Aqa += _from_blocks(Aqa_16, C)
+        x7 += _from_blocks(x7_16, C)
+        M3 += _from_blocks(M3_16, C)
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
@@ -270,24 +394,24 @@ def _forward_prepare(
         # QL = x * exp(x2)
         QL = x * tl.exp(x2)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # x10 = sum[before](g)
-        x10 = _sums(_keep_before(row), g, GATE_PARTS)
-        # x12 = a * exp(x10)
-        x12 = a * tl.exp(x10)
-        # x18 = sum[all](g)
-        x18 = tl.sum(g, 0)
-        # Gc = exp(x18)
-        Gc = tl.exp(x18)
+        # x9 = sum[before](g)
+        x9 = _sums(_keep_before(row), g, GATE_PARTS)
+        # x11 = a * exp(x9)
+        x11 = a * tl.exp(x9)
+        # x15 = sum[all](g)
+        x15 = tl.sum(g, 0)
+        # Gc = exp(x15)
+        Gc = tl.exp(x15)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x20 = sum[after](g)
-        x20 = _sums(_keep_after(row), g, GATE_PARTS)
-        # x21 = exp(x20)
-        x21 = tl.exp(x20)
-        # KT = k * x21
-        KT = k * x21
+        # x17 = sum[after](g)
+        x17 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x18 = exp(x17)
+        x18 = tl.exp(x17)
+        # KT = k * x18
+        KT = k * x18
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # AT = b * x21
-        AT = b * x21
+        # AT = b * x18
+        AT = b * x18
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
@@ -295,18 +419,18 @@ def _forward_prepare(
     if SAVE:
         _store_rows(M3_out + tile * C * C, M3, row, row, C, C, C, True)
     # E = inverse(-x7)
-    E = _inverse((-x7), row, LEVELS, SOLVE)
+    E = _inverse((-x7), row, C, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x10 = sum[before](g)
-        x10 = _sums(_keep_before(row), g, GATE_PARTS)
+        # x9 = sum[before](g)
+        x9 = _sums(_keep_before(row), g, GATE_PARTS)
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # W = E @ (a * exp(x10))
-        W = _dot(E, (a * tl.exp(x10)), DOT, PRECISION)
+        # W = E @ (a * exp(x9))
+        W = _dot(E, (a * tl.exp(x9)), DOT, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -319,9 +443,7 @@ def _forward_prepare(
         x8 = _dot(M3, v, DOT, PRECISION)
         # U = E @ x8
         U = _dot(E, x8, DOT, PRECISION)
-        # x9 = -U
-        x9 = -U
-        _store_rows(x9_out + tile * C * V, x9, row, col_v, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -329,7 +451,7 @@ def _forward_scan(
     QL_ptr,
     x5_ptr,
     W_ptr,
-    x9_ptr,
+    U_ptr,
     Aqa_ptr,
     Gc_ptr,
     KT_ptr,
@@ -353,7 +475,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -383,29 +505,29 @@ def _forward_scan(
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x13 = W @ S
-        x13 = _dot(W, S, DOT, PRECISION)
-        x9 = _load_rows(x9_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x15 = x9 + -x13
-        x15 = x9 + (-x13)
+        # x12 = W @ S
+        x12 = _dot(W, S, DOT, PRECISION)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x13 = U + x12
+        x13 = U + x12
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x16 = Aqa @ x15
-        x16 = _dot(Aqa, x15, DOT, PRECISION)
+        # x14 = Aqa @ x13
+        x14 = _dot(Aqa, x13, DOT, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # o = (x4 + x5) + -x16
-        o = (x4 + x5) + (-x16)
+        # o = (x4 + x5) + x14
+        o = (x4 + x5) + x14
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x22 = KT^T @ v
-        x22 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x19 = KT^T @ v
+        x19 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x24 = AT^T @ x15
-        x24 = _dot(tl.trans(AT), x15, DOT, PRECISION)
+        # x21 = AT^T @ x13
+        x21 = _dot(tl.trans(AT), x13, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x22) + -x24
-        S_next = ((S * Gc[:, None]) + x22) + (-x24)
+        # S_next = ((S * Gc) + x19) + x21
+        S_next = ((S * Gc[:, None]) + x19) + x21
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -428,17 +550,17 @@ def _backward_prepare(
     b_ptr,
     Aqa_ptr,
     Aqk_ptr,
-    x2_out,
+    U_out,
     W_out,
-    x13_out,
-    x19_out,
-    x31_out,
-    x33_out,
+    x10_out,
+    x15_out,
+    x27_out,
+    x29_out,
     AT_out,
-    x37_out,
+    x33_out,
     KT_out,
     U2_out,
-    x49_out,
+    x44_out,
     Gc_out,
     QL_out,
     scale,
@@ -456,7 +578,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -478,34 +600,34 @@ def _backward_prepare(
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x3 = sum[before](g)
-        x3 = _sums(_keep_before(row), g, GATE_PARTS)
+        # x2 = sum[before](g)
+        x2 = _sums(_keep_before(row), g, GATE_PARTS)
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # W = E @ (a * exp(x3))
-        W = _dot(E, (a * tl.exp(x3)), DOT, PRECISION)
+        # W = E @ (a * exp(x2))
+        W = _dot(E, (a * tl.exp(x2)), DOT, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
-        # x27 = sum[after](g)
-        x27 = _sums(_keep_after(row), g, GATE_PARTS)
-        # x28 = exp(x27)
-        x28 = tl.exp(x27)
+        # x23 = sum[after](g)
+        x23 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x24 = exp(x23)
+        x24 = tl.exp(x23)
         b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # AT = b * x28
-        AT = b * x28
+        # AT = b * x24
+        AT = b * x24
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # KT = k * x28
-        KT = k * x28
+        # KT = k * x24
+        KT = k * x24
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x95 = sum[all](g)
-        x95 = tl.sum(g, 0)
-        # Gc = exp(x95)
-        Gc = tl.exp(x95)
+        # x80 = sum[all](g)
+        x80 = tl.sum(g, 0)
+        # Gc = exp(x80)
+        Gc = tl.exp(x80)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x23 = sum[to](g)
-        x23 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x19 = sum[to](g)
+        x19 = _sums(_keep_to(row), g, GATE_PARTS)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # QL = (scale * q) * exp(x23)
-        QL = (scale * q) * tl.exp(x23)
+        # QL = (scale * q) * exp(x19)
+        QL = (scale * q) * tl.exp(x19)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     dAqk = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
@@ -518,63 +640,75 @@ def _backward_prepare(
         x = _dot(M3, v, DOT, PRECISION)
         # U = E @ x
         U = _dot(E, x, DOT, PRECISION)
-        # x2 = -U
-        x2 = -U
-        _store_rows(x2_out + tile * C * V, x2, row, col_v, V, C, V, V % BV == 0)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x36 = Aqa^T @ do
-        x36 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x37 = -x36
-        x37 = -x36
-        _store_rows(x37_out + tile * C * V, x37, row, col_v, V, C, V, V % BV == 0)
-        # x49 = Aqk^T @ do
-        x49 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x49_out + tile * C * V, x49, row, col_v, V, C, V, V % BV == 0)
-    # x12 = diagonal(dAqk)
-    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    # x17 = mask(dAqk, strict=True)
-    x17 = tl.where(_keep_before(row), dAqk, 0.0)
+        # x32 = Aqa^T @ do
+        x32 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x33 = -x32
+        x33 = -x32
+        _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
+        # x44 = Aqk^T @ do
+        x44 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x44_out + tile * C * V, x44, row, col_v, V, C, V, V % BV == 0)
+    # x9 = diagonal(dAqk)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x30 = scale * q
-        x30 = scale * q
+        # x26 = scale * q
+        x26 = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x19 = tl.zeros([C, BK, ], tl.float32)
-        x33 = tl.zeros([C, BK, ], tl.float32)
-        # x19 -= gram_dx(x17, k; g, to, strict=True)
-        # x33 = gram_dy(x17, x30; g, to, strict=True)
-        for level in range(LEVELS):
+        x15 = tl.zeros([C, BK, ], tl.float32)
+        x29 = tl.zeros([C, BK, ], tl.float32)
+        # x15 -= gram_dx(dAqk, k; g, to, strict=True)
+        # x29 = gram_dy(dAqk, x26; g, to, strict=True)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(k, C, BK)
+        operand_1_16 = _blocks(x26, C, BK)
+        cotangent_0_16 = _diagonal_blocks(dAqk, C)
+        x15_16 = _block_zeros(C, BK)
+        x29_16 = _block_zeros(C, BK)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+            x15_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x29_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        x15 += tl.reshape(x15_16, [C, BK])
+        x29 += tl.reshape(x29_16, [C, BK])
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x30 * decay).to(DOT)
-            d_0 = tl.where(edge, x17, 0.0).to(DOT)
-            x19 -= decay * _dot(d_0, decayed_0, DOT, PRECISION)
-            x33 += decay * _dot(tl.trans(d_0), decayed_1, DOT, PRECISION)
-        _store_rows(x19_out + tile * C * K, x19, row, col_k, K, C, K, K % BK == 0)
-        _store_rows(x33_out + tile * C * K, x33, row, col_k, K, C, K, K % BK == 0)
-        # x13 = x12 * k
-        x13 = x12[:, None] * k
-        _store_rows(x13_out + tile * C * K, x13, row, col_k, K, C, K, K % BK == 0)
-        # x31 = x12 * x30
-        x31 = x12[:, None] * x30
-        _store_rows(x31_out + tile * C * K, x31, row, col_k, K, C, K, K % BK == 0)
+            decayed_1 = (x26 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, dAqk, 0.0).to(DOT)
+            x15 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x29 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
+        _store_rows(x15_out + tile * C * K, x15, row, col_k, K, C, K, K % BK == 0)
+        _store_rows(x29_out + tile * C * K, x29, row, col_k, K, C, K, K % BK == 0)
+        # x10 = x9 * k
+        x10 = x9[:, None] * k
+        _store_rows(x10_out + tile * C * K, x10, row, col_k, K, C, K, K % BK == 0)
+        # x27 = x9 * x26
+        x27 = x9[:, None] * x26
+        _store_rows(x27_out + tile * C * K, x27, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
 def _backward_scan(
     W_ptr,
-    x2_ptr,
+    U_ptr,
     Gc_ptr,
     KT_ptr,
     v_ptr,
     AT_ptr,
-    x8_out,
+    x6_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -593,7 +727,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -621,22 +755,22 @@ def _backward_scan(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x6 = W @ S
-        x6 = _dot(W, S, DOT, PRECISION)
-        x2 = _load_rows(x2_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x8 = x2 + -x6
-        x8 = x2 + (-x6)
-        _store_rows(x8_out + tile * C * V, x8, row, col_v, V, C, V, V % BV == 0)
+        # x5 = W @ S
+        x5 = _dot(W, S, DOT, PRECISION)
+        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x6 = U + x5
+        x6 = U + x5
+        _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x98 = KT^T @ v
-        x98 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x83 = KT^T @ v
+        x83 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x100 = AT^T @ x8
-        x100 = _dot(tl.trans(AT), x8, DOT, PRECISION)
+        # x85 = AT^T @ x6
+        x85 = _dot(tl.trans(AT), x6, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x98) + -x100
-        S_next = ((S * Gc[:, None]) + x98) + (-x100)
+        # S_next = ((S * Gc) + x83) + x85
+        S_next = ((S * Gc[:, None]) + x83) + x85
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -645,12 +779,12 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x37_ptr,
+    x33_ptr,
     Gc_ptr,
     W_ptr,
     QL_ptr,
     do_ptr,
-    x38_out,
+    x34_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -669,7 +803,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -697,22 +831,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x34 = AT @ dS
-        x34 = _dot(AT, dS, DOT, PRECISION)
-        x37 = _load_rows(x37_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x38 = -x34 + x37
-        x38 = (-x34) + x37
-        _store_rows(x38_out + tile * C * V, x38, row, col_v, V, C, V, V % BV == 0)
+        # x30 = AT @ dS
+        x30 = _dot(AT, dS, DOT, PRECISION)
+        x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x34 = -x30 + x33
+        x34 = (-x30) + x33
+        _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x103 = W^T @ x38
-        x103 = _dot(tl.trans(W), x38, DOT, PRECISION)
+        # x87 = W^T @ x34
+        x87 = _dot(tl.trans(W), x34, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x106 = QL^T @ do
-        x106 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x90 = QL^T @ do
+        x90 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + -x103) + x106
-        dS_prev = ((dS * Gc[:, None]) + (-x103)) + x106
+        # dS_prev = ((dS * Gc) + -x87) + x90
+        dS_prev = ((dS * Gc[:, None]) + (-x87)) + x90
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -721,24 +855,26 @@ def _backward_reverse(
 @_jit
 def _backward_finish(
     do_ptr,
-    x8_ptr,
+    x6_ptr,
     S_ptr,
+    g_ptr,
     v_ptr,
     dS_ptr,
     E_ptr,
-    x38_ptr,
+    x34_ptr,
     KT_ptr,
     U2_ptr,
-    x49_ptr,
-    x9_out,
-    dQL_out,
-    dKT_out,
-    x40_out,
+    x44_ptr,
+    Gc_ptr,
+    dAqa_out,
+    x21_out,
+    x25_out,
+    x36_out,
     dv_out,
-    x50_out,
+    x45_out,
+    x52_out,
     x56_out,
-    x60_out,
-    dGc_out,
+    x81_out,
     scale,
     T,
     NT,
@@ -754,7 +890,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -769,24 +905,24 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    x9 = tl.zeros([C, C, ], tl.float32)
+    dAqa = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x40 = tl.zeros([C, C, ], tl.float32)
+    x36 = tl.zeros([C, C, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
-    x50 = tl.zeros([C, C, ], tl.float32)
-    x56 = tl.zeros([C, BK, ], tl.float32)
-    x60 = tl.zeros([C, BK, ], tl.float32)
+    x45 = tl.zeros([C, C, ], tl.float32)
+    x51 = tl.zeros([C, BK, ], tl.float32)
+    x55 = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        x8 = _load_rows(x8_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x9 = do @ x8^T
-        x9 += _dot(do, tl.trans(x8), DOT, PRECISION)
+        x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dAqa = do @ x6^T
+        dAqa += _dot(do, tl.trans(x6), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
@@ -794,60 +930,79 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        x38 = _load_rows(x38_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x39 = E^T @ x38
-        x39 = _dot(tl.trans(E), x38, DOT, PRECISION)
-        # x40 = x39 @ v^T
-        x40 += _dot(x39, tl.trans(v), DOT, PRECISION)
-        # x45 = KT @ dS
-        x45 = _dot(KT, dS, DOT, PRECISION)
-        # x46 = U2^T @ x38
-        x46 = _dot(tl.trans(U2), x38, DOT, PRECISION)
-        x49 = _load_rows(x49_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dv = (x45 + -x46) + x49
-        dv = (x45 + (-x46)) + x49
+        x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x35 = E^T @ x34
+        x35 = _dot(tl.trans(E), x34, DOT, PRECISION)
+        # x36 = x35 @ v^T
+        x36 += _dot(x35, tl.trans(v), DOT, PRECISION)
+        # x40 = KT @ dS
+        x40 = _dot(KT, dS, DOT, PRECISION)
+        # x41 = U2^T @ x34
+        x41 = _dot(tl.trans(U2), x34, DOT, PRECISION)
+        x44 = _load_rows(x44_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = (x40 + -x41) + x44
+        dv = (x40 + (-x41)) + x44
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x50 = x39 @ x8^T
-        x50 += _dot(x39, tl.trans(x8), DOT, PRECISION)
-        # x56 = x39 @ S^T
-        x56 += _dot(x39, tl.trans(S), DOT, PRECISION)
-        # x60 = x8 @ dS^T
-        x60 += _dot(x8, tl.trans(dS), DOT, PRECISION)
-        # x94 = dS * S
-        x94 = dS * S
-        # dGc = sum_V(x94)
-        dGc += tl.sum(x94, 1)
-    _store_rows(x9_out + tile * C * C, x9, row, row, C, C, C, True)
-    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x40_out + tile * C * C, x40, row, row, C, C, C, True)
-    _store_rows(x50_out + tile * C * C, x50, row, row, C, C, C, True)
+        # x45 = x35 @ x6^T
+        x45 += _dot(x35, tl.trans(x6), DOT, PRECISION)
+        # x51 = x35 @ S^T
+        x51 += _dot(x35, tl.trans(S), DOT, PRECISION)
+        # x55 = x6 @ dS^T
+        x55 += _dot(x6, tl.trans(dS), DOT, PRECISION)
+        # x79 = dS * S
+        x79 = dS * S
+        # dGc = sum_V(x79)
+        dGc += tl.sum(x79, 1)
+    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(x36_out + tile * C * C, x36, row, row, C, C, C, True)
+    _store_rows(x45_out + tile * C * C, x45, row, row, C, C, C, True)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x19 = sum[to](g)
+    x19 = _sums(_keep_to(row), g, GATE_PARTS)
+    # x21 = dQL * exp(x19)
+    x21 = dQL * tl.exp(x19)
+    _store_rows(x21_out + tile * C * K, x21, row, col_k, K, C, K, K % BK == 0)
+    # x23 = sum[after](g)
+    x23 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x24 = exp(x23)
+    x24 = tl.exp(x23)
+    # x25 = dKT * x24
+    x25 = dKT * x24
+    _store_rows(x25_out + tile * C * K, x25, row, col_k, K, C, K, K % BK == 0)
+    # x2 = sum[before](g)
+    x2 = _sums(_keep_before(row), g, GATE_PARTS)
+    # x52 = x51 * exp(x2)
+    x52 = x51 * tl.exp(x2)
+    _store_rows(x52_out + tile * C * K, x52, row, col_k, K, C, K, K % BK == 0)
+    # x56 = x55 * x24
+    x56 = x55 * x24
     _store_rows(x56_out + tile * C * K, x56, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x60_out + tile * C * K, x60, row, col_k, K, C, K, K % BK == 0)
-    tl.store(dGc_out + tile * K + col_k, dGc, mask=col_k < K)
+    Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # x81 = dGc * Gc
+    x81 = dGc * Gc
+    tl.store(x81_out + tile * K + col_k, x81, mask=col_k < K)
 
 
 @_jit
 def _backward_finish_1(
-    x9_ptr,
+    dAqa_ptr,
     b_ptr,
-    x13_ptr,
+    x10_ptr,
     g_ptr,
-    x19_ptr,
-    dQL_ptr,
-    dKT_ptr,
-    x31_ptr,
-    x40_ptr,
+    x15_ptr,
+    x21_ptr,
+    x25_ptr,
+    x27_ptr,
+    x36_ptr,
     a_ptr,
-    x33_ptr,
-    x50_ptr,
+    x29_ptr,
+    x45_ptr,
     k_ptr,
-    x56_ptr,
+    x52_ptr,
     q_ptr,
-    x60_ptr,
-    dGc_ptr,
-    Gc_ptr,
+    x56_ptr,
+    x81_ptr,
     dq_out,
     dk_out,
     da_out,
@@ -868,7 +1023,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -881,104 +1036,118 @@ def _backward_finish_1(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    x9 = _load_rows(x9_ptr + tile * C * C, row, row, C, C, C, True)
-    # x10 = diagonal(-x9)
-    x10 = tl.sum(tl.where(row[:, None] == row[None, :], (-x9), 0.0), 1)
-    # x15 = mask(x9, strict=True)
-    x15 = tl.where(_keep_before(row), x9, 0.0)
-    x40 = _load_rows(x40_ptr + tile * C * C, row, row, C, C, C, True)
-    # x41 = mask(x40, strict=True)
-    x41 = tl.where(_keep_before(row), x40, 0.0)
-    x50 = _load_rows(x50_ptr + tile * C * C, row, row, C, C, C, True)
-    # x51 = mask(x50, strict=True)
-    x51 = tl.where(_keep_before(row), x50, 0.0)
+    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
+    # x7 = diagonal(dAqa)
+    x7 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    x36 = _load_rows(x36_ptr + tile * C * C, row, row, C, C, C, True)
+    x45 = _load_rows(x45_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x27 = sum[after](g)
-        x27 = _sums(_keep_after(row), g, GATE_PARTS)
-        # x28 = exp(x27)
-        x28 = tl.exp(x27)
-        # x3 = sum[before](g)
-        x3 = _sums(_keep_before(row), g, GATE_PARTS)
-        # x4 = exp(x3)
-        x4 = tl.exp(x3)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x30 = scale * q
-        x30 = scale * q
+        # x26 = scale * q
+        x26 = scale * q
         b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x16 = tl.zeros([C, BK, ], tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        x13 = tl.zeros([C, BK, ], tl.float32)
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x43 = tl.zeros([C, BK, ], tl.float32)
+        x38 = tl.zeros([C, BK, ], tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x55 = tl.zeros([C, BK, ], tl.float32)
-        x67 = tl.zeros([C, BK, ], tl.float32)
-        # x16 = gram_dx(x15, b; g, to, strict=True)
-        # x55 = gram_dx(x51, b; g, before, strict=True)
-        # x55 -= gram_dx(x41, k; g, before, strict=True)
-        # x43 -= gram_dy(x41, a; g, before, strict=True)
-        # x67 = gram_dy(x15, x30; g, to, strict=True)
-        # x67 -= gram_dy(x51, a; g, before, strict=True)
-        for level in range(LEVELS):
+        x50 = tl.zeros([C, BK, ], tl.float32)
+        x61 = tl.zeros([C, BK, ], tl.float32)
+        # x13 -= gram_dx(dAqa, b; g, to, strict=True)
+        # x50 -= gram_dx(x45, b; g, before, strict=True)
+        # x50 -= gram_dx(x36, k; g, before, strict=True)
+        # x38 -= gram_dy(x36, a; g, before, strict=True)
+        # x61 -= gram_dy(dAqa, x26; g, to, strict=True)
+        # x61 = gram_dy(x45, a; g, before, strict=True)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(b, C, BK)
+        operand_1_16 = _blocks(a, C, BK)
+        operand_2_16 = _blocks(k, C, BK)
+        operand_3_16 = _blocks(x26, C, BK)
+        cotangent_0_16 = _diagonal_blocks(dAqa, C)
+        cotangent_1_16 = _diagonal_blocks(x36, C)
+        cotangent_2_16 = _diagonal_blocks(x45, C)
+        x13_16 = _block_zeros(C, BK)
+        x50_16 = _block_zeros(C, BK)
+        x38_16 = _block_zeros(C, BK)
+        x61_16 = _block_zeros(C, BK)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay_before).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            decayed_3 = (operand_3_16 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
+            cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
+            x13_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x50_16 -= decay_before * _dot(cotangent_2, decayed_0, DOT, PRECISION)
+            x50_16 -= decay_before * _dot(cotangent_1, decayed_2, DOT, PRECISION)
+            x38_16 -= decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_1, DOT, PRECISION)
+            x61_16 -= decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_3, DOT, PRECISION)
+            x61_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        x13 += tl.reshape(x13_16, [C, BK])
+        x50 += tl.reshape(x50_16, [C, BK])
+        x38 += tl.reshape(x38_16, [C, BK])
+        x61 += tl.reshape(x61_16, [C, BK])
+        for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (b * decay).to(DOT)
             decayed_1 = (a * decay_before).to(DOT)
             decayed_2 = (k * decay).to(DOT)
-            decayed_3 = (x30 * decay).to(DOT)
-            d_0 = tl.where(edge, x15, 0.0).to(DOT)
-            d_1 = tl.where(edge, x51, 0.0).to(DOT)
-            d_2 = tl.where(edge, x41, 0.0).to(DOT)
-            x16 += decay * _dot(d_0, decayed_0, DOT, PRECISION)
-            x55 += decay_before * _dot(d_1, decayed_0, DOT, PRECISION)
-            x55 -= decay_before * _dot(d_2, decayed_2, DOT, PRECISION)
-            x43 -= decay * _dot(tl.trans(d_2), decayed_1, DOT, PRECISION)
-            x67 += decay * _dot(tl.trans(d_0), decayed_3, DOT, PRECISION)
-            x67 -= decay * _dot(tl.trans(d_1), decayed_1, DOT, PRECISION)
-        x19 = _load_rows(x19_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x20 = x16 + x19
-        x20 = x16 + x19
-        # x23 = sum[to](g)
-        x23 = _sums(_keep_to(row), g, GATE_PARTS)
-        # x24 = exp(x23)
-        x24 = tl.exp(x23)
-        x13 = _load_rows(x13_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((((x10 * b) + x13) + -x20) + (dQL * x24)) * scale
-        dq = ((((x10[:, None] * b) + x13) + (-x20)) + (dQL * x24)) * scale
+            decayed_3 = (x26 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, dAqa, 0.0).to(DOT)
+            cotangent_1 = tl.where(edge, x36, 0.0).to(DOT)
+            cotangent_2 = tl.where(edge, x45, 0.0).to(DOT)
+            x13 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x50 -= decay_before * _dot(cotangent_2, decayed_0, DOT, PRECISION)
+            x50 -= decay_before * _dot(cotangent_1, decayed_2, DOT, PRECISION)
+            x38 -= decay * _dot(tl.trans(cotangent_1), decayed_1, DOT, PRECISION)
+            x61 -= decay * _dot(tl.trans(cotangent_0), decayed_3, DOT, PRECISION)
+            x61 += decay * _dot(tl.trans(cotangent_2), decayed_1, DOT, PRECISION)
+        x15 = _load_rows(x15_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x17 = -(x13 + x15)
+        x17 = -(x13 + x15)
+        x10 = _load_rows(x10_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((((x7 * b) + x10) + x17) + x21) * scale
+        dq = ((((x7[:, None] * b) + x10) + x17) + x21) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x33 = _load_rows(x33_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x44 = x33 + x43
-        x44 = x33 + x43
-        dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        x31 = _load_rows(x31_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((dKT * x28) + x31) + x44
-        dk = ((dKT * x28) + x31) + x44
+        x29 = _load_rows(x29_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x39 = x29 + x38
+        x39 = x29 + x38
+        x25 = _load_rows(x25_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x27 = _load_rows(x27_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = (x25 + x27) + x39
+        dk = (x25 + x27) + x39
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x56 = _load_rows(x56_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # da = x55 + -(x56 * x4)
-        da = x55 + (-(x56 * x4))
+        x52 = _load_rows(x52_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # da = x50 + -x52
+        da = x50 + (-x52)
         if NEED & 8:
             _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x60 = _load_rows(x60_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # db = ((x10 * x30) + -(x60 * x28)) + -x67
-        db = ((x10[:, None] * x30) + (-(x60 * x28))) + (-x67)
+        x56 = _load_rows(x56_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # db = ((x7 * x26) + x56) + -x61
+        db = ((x7[:, None] * x26) + x56) + (-x61)
         if NEED & 16:
             _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x79 = sum[from]((((-(x30 * x20) + -(k * x44)) + (b * x67)) + ((dQL * x30) * x24)))
-        x79 = _sums(_keep_from(row), ((((-(x30 * x20)) + (-(k * x44))) + (b * x67)) + ((dQL * x30) * x24)), SUM_PARTS)
-        # x85 = sum[after](((a * x55) + -((x56 * a) * x4)))
-        x85 = _sums(_keep_after(row), ((a * x55) + (-((x56 * a) * x4))), SUM_PARTS)
-        # x92 = sum[before](((-(x60 * b) + (dKT * k)) * x28))
-        x92 = _sums(_keep_before(row), (((-(x60 * b)) + (dKT * k)) * x28), SUM_PARTS)
-        dGc = tl.load(dGc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = ((x79 + x85) + x92) + (dGc * Gc)
-        dg = ((x79 + x85) + x92) + (dGc * Gc)[None, :]
+        # x70 = sum[from]((((x26 * (x17 + x21)) + -(k * x39)) + (b * x61)))
+        x70 = _running_from((((x26 * (x17 + x21)) + (-(k * x39))) + (b * x61)), row, EXACT)
+        # x72 = sum[after]((a * da))
+        x72 = _running_after((a * da), row, EXACT)
+        # x77 = sum[before](((x25 * k) + (x56 * b)))
+        x77 = _running_before(((x25 * k) + (x56 * b)), row, EXACT)
+        x81 = tl.load(x81_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = ((x70 + x72) + x77) + x81
+        dg = ((x70 + x72) + x77) + x81[None, :]
         if NEED & 32:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
@@ -1086,7 +1255,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
-        "SUM_PARTS": 3 * parts,
+        "EXACT": wide,
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
@@ -1131,7 +1300,7 @@ def _forward_triton(
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     M3 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x9 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
@@ -1152,7 +1321,7 @@ def _forward_triton(
             Aqa,
             E,
             M3,
-            x9,
+            U,
             W,
             Gc,
             KT,
@@ -1173,7 +1342,7 @@ def _forward_triton(
             QL,
             x5,
             W,
-            x9,
+            U,
             Aqa,
             Gc,
             KT,
@@ -1234,17 +1403,17 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 32 > 0)
     with _on(q):
         if needs & 127:
-            x2 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x13 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x19 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x31 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x33 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x10 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x27 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x29 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x37 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x49 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x44 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1261,17 +1430,17 @@ def _backward_triton(
                 b,
                 Aqa,
                 Aqk,
-                x2,
+                U,
                 W,
-                x13,
-                x19,
-                x31,
-                x33,
+                x10,
+                x15,
+                x27,
+                x29,
                 AT,
-                x37,
+                x33,
                 KT,
                 U2,
-                x49,
+                x44,
                 Gc,
                 QL,
                 scale,
@@ -1285,18 +1454,18 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x8 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x6 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
-                x2,
+                U,
                 Gc,
                 KT,
                 v,
                 AT,
-                x8,
+                x6,
                 initial,
                 none,
                 kept_S,
@@ -1313,18 +1482,18 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x38 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V))
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x37,
+                x33,
                 Gc,
                 W,
                 QL,
                 do,
-                x38,
+                x34,
                 last,
                 dh0,
                 kept_dS,
@@ -1341,36 +1510,38 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x9 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x40 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x50 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x21 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x25 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x36 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x45 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x52 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x56 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x60 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dGc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x81 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
                 do,
-                x8,
+                x6,
                 kept_S,
+                g,
                 v,
                 kept_dS,
                 E,
-                x38,
+                x34,
                 KT,
                 U2,
-                x49,
-                x9,
-                dQL,
-                dKT,
-                x40,
+                x44,
+                Gc,
+                dAqa,
+                x21,
+                x25,
+                x36,
                 dv,
-                x50,
+                x45,
+                x52,
                 x56,
-                x60,
-                dGc,
+                x81,
                 scale,
                 T,
                 NT,
@@ -1385,24 +1556,23 @@ def _backward_triton(
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
-                x9,
+                dAqa,
                 b,
-                x13,
+                x10,
                 g,
-                x19,
-                dQL,
-                dKT,
-                x31,
-                x40,
+                x15,
+                x21,
+                x25,
+                x27,
+                x36,
                 a,
-                x33,
-                x50,
+                x29,
+                x45,
                 k,
-                x56,
+                x52,
                 q,
-                x60,
-                dGc,
-                Gc,
+                x56,
+                x81,
                 dq,
                 dk,
                 da,
@@ -1587,39 +1757,37 @@ def _forward_torch(
     x7 = _gram(a, b, g, True, True)
     # M3 = gram(a, k; g, before, strict=True)
     M3 = _gram(a, k, g, True, True)
-    # x10 = sum[before](g)
-    x10 = _run(g, 'before')
-    # x18 = sum[all](g)
-    x18 = g.sum(-2)
-    # Gc = exp(x18)
-    Gc = torch.exp(x18)
-    # x20 = sum[after](g)
-    x20 = _run(g, 'after')
-    # x21 = exp(x20)
-    x21 = torch.exp(x20)
-    # KT = k * x21
-    KT = k * x21
-    # AT = b * x21
-    AT = b * x21
+    # x9 = sum[before](g)
+    x9 = _run(g, 'before')
+    # x15 = sum[all](g)
+    x15 = g.sum(-2)
+    # Gc = exp(x15)
+    Gc = torch.exp(x15)
+    # x17 = sum[after](g)
+    x17 = _run(g, 'after')
+    # x18 = exp(x17)
+    x18 = torch.exp(x17)
+    # KT = k * x18
+    KT = k * x18
+    # AT = b * x18
+    AT = b * x18
     # E = inverse(-x7)
     E = _inverse_of((-x7))
-    # W = E @ (a * exp(x10))
-    W = E @ (a * torch.exp(x10))
+    # W = E @ (a * exp(x9))
+    W = E @ (a * torch.exp(x9))
     # x5 = Aqk @ v
     x5 = Aqk @ v
     # x8 = M3 @ v
     x8 = M3 @ v
     # U = E @ x8
     U = E @ x8
-    # x9 = -U
-    x9 = -U
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
         QL_here = QL[:, chunk]
         x5_here = x5[:, chunk]
         W_here = W[:, chunk]
-        x9_here = x9[:, chunk]
+        U_here = U[:, chunk]
         Aqa_here = Aqa[:, chunk]
         Gc_here = Gc[:, chunk]
         KT_here = KT[:, chunk]
@@ -1627,20 +1795,20 @@ def _forward_torch(
         AT_here = AT[:, chunk]
         # x4 = QL @ S
         x4 = QL_here @ S
-        # x13 = W @ S
-        x13 = W_here @ S
-        # x15 = x9 + -x13
-        x15 = x9_here + (-x13)
-        # x16 = Aqa @ x15
-        x16 = Aqa_here @ x15
-        # o = (x4 + x5) + -x16
-        o = (x4 + x5_here) + (-x16)
-        # x22 = KT^T @ v
-        x22 = KT_here.mT @ v_here
-        # x24 = AT^T @ x15
-        x24 = AT_here.mT @ x15
-        # S_next = ((S * Gc) + x22) + -x24
-        S_next = ((S * Gc_here[..., :, None]) + x22) + (-x24)
+        # x12 = W @ S
+        x12 = W_here @ S
+        # x13 = U + x12
+        x13 = U_here + x12
+        # x14 = Aqa @ x13
+        x14 = Aqa_here @ x13
+        # o = (x4 + x5) + x14
+        o = (x4 + x5_here) + x14
+        # x19 = KT^T @ v
+        x19 = KT_here.mT @ v_here
+        # x21 = AT^T @ x13
+        x21 = AT_here.mT @ x13
+        # S_next = ((S * Gc) + x19) + x21
+        S_next = ((S * Gc_here[..., :, None]) + x19) + x21
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1682,130 +1850,125 @@ def _backward_torch(
     if needs & 4:
         # U2 = E @ M3
         U2 = E @ M3
-    # x3 = sum[before](g)
-    x3 = _run(g, 'before')
-    # x4 = exp(x3)
-    x4 = torch.exp(x3)
-    # W = E @ (a * x4)
-    W = E @ (a * x4)
+    # x2 = sum[before](g)
+    x2 = _run(g, 'before')
+    # x3 = exp(x2)
+    x3 = torch.exp(x2)
+    # W = E @ (a * x3)
+    W = E @ (a * x3)
     if needs & 126:
-        # x30 = scale * q
-        x30 = scale * q
-    # x27 = sum[after](g)
-    x27 = _run(g, 'after')
-    # x28 = exp(x27)
-    x28 = torch.exp(x27)
-    # AT = b * x28
-    AT = b * x28
-    if needs & 61:
-        # KT = k * x28
-        KT = k * x28
-    # x95 = sum[all](g)
-    x95 = g.sum(-2)
-    # Gc = exp(x95)
-    Gc = torch.exp(x95)
-    # x23 = sum[to](g)
-    x23 = _run(g, 'to')
+        # x26 = scale * q
+        x26 = scale * q
+    # x23 = sum[after](g)
+    x23 = _run(g, 'after')
     # x24 = exp(x23)
     x24 = torch.exp(x23)
+    # AT = b * x24
+    AT = b * x24
+    if needs & 61:
+        # KT = k * x24
+        KT = k * x24
+    # x80 = sum[all](g)
+    x80 = g.sum(-2)
+    # Gc = exp(x80)
+    Gc = torch.exp(x80)
+    # x19 = sum[to](g)
+    x19 = _run(g, 'to')
+    # x20 = exp(x19)
+    x20 = torch.exp(x19)
     if needs & 126:
-        # QL = x30 * x24
-        QL = x30 * x24
+        # QL = x26 * x20
+        QL = x26 * x20
     if needs & 57:
         # x = M3 @ v
         x = M3 @ v
         # U = E @ x
         U = E @ x
-        # x2 = -U
-        x2 = -U
     if needs & 35:
         # dAqk = do @ v^T
         dAqk = do @ v.mT
     if needs & 126:
-        # x36 = Aqa^T @ do
-        x36 = Aqa.mT @ do
-        # x37 = -x36
-        x37 = -x36
+        # x32 = Aqa^T @ do
+        x32 = Aqa.mT @ do
+        # x33 = -x32
+        x33 = -x32
     if needs & 4:
-        # x49 = Aqk^T @ do
-        x49 = Aqk.mT @ do
+        # x44 = Aqk^T @ do
+        x44 = Aqk.mT @ do
     if needs & 3:
-        # x12 = diagonal(dAqk)
-        x12 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 35:
-        # x17 = mask(dAqk, strict=True)
-        x17 = torch.tril(dAqk, -1)
+        # x9 = diagonal(dAqk)
+        x9 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 1:
-        # x13 = x12 * k
-        x13 = x12[..., :, None] * k
+        # x10 = x9 * k
+        x10 = x9[..., :, None] * k
     if needs & 33:
-        # x18 = gram_dx(x17, k; g, to, strict=True)
-        x18 = _gram_dx(x17, k, g, False)
-        # x19 = -x18
-        x19 = -x18
+        # x14 = gram_dx(dAqk, k; g, to, strict=True)
+        x14 = _gram_dx(dAqk, k, g, False)
+        # x15 = -x14
+        x15 = -x14
     if needs & 2:
-        # x31 = x12 * x30
-        x31 = x12[..., :, None] * x30
+        # x27 = x9 * x26
+        x27 = x9[..., :, None] * x26
     if needs & 34:
-        # x33 = gram_dy(x17, x30; g, to, strict=True)
-        x33 = _gram_dy(x17, x30, g, False)
+        # x29 = gram_dy(dAqk, x26; g, to, strict=True)
+        x29 = _gram_dy(dAqk, x26, g, False)
     if needs & 57:
         S = state
-        x8_all: list[Tensor] = []
+        x6_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
             W_here = W[:, chunk]
-            x2_here = x2[:, chunk]
+            U_here = U[:, chunk]
             Gc_here = Gc[:, chunk]
             KT_here = KT[:, chunk]
             v_here = v[:, chunk]
             AT_here = AT[:, chunk]
             kept_S_all.append(S)
-            # x6 = W @ S
-            x6 = W_here @ S
-            # x8 = x2 + -x6
-            x8 = x2_here + (-x6)
-            # x98 = KT^T @ v
-            x98 = KT_here.mT @ v_here
-            # x100 = AT^T @ x8
-            x100 = AT_here.mT @ x8
-            # S_next = ((S * Gc) + x98) + -x100
-            S_next = ((S * Gc_here[..., :, None]) + x98) + (-x100)
-            x8_all.append(x8)
+            # x5 = W @ S
+            x5 = W_here @ S
+            # x6 = U + x5
+            x6 = U_here + x5
+            # x83 = KT^T @ v
+            x83 = KT_here.mT @ v_here
+            # x85 = AT^T @ x6
+            x85 = AT_here.mT @ x6
+            # S_next = ((S * Gc) + x83) + x85
+            S_next = ((S * Gc_here[..., :, None]) + x83) + x85
+            x6_all.append(x6)
             S = S_next
         end_S = S
-        x8 = _stack(x8_all, v, NT, C, dtype)
+        x6 = _stack(x6_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
     if needs & 126:
         dS = dstate
-        x38_all: list[Tensor] = []
+        x34_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x37_here = x37[:, chunk]
+            x33_here = x33[:, chunk]
             Gc_here = Gc[:, chunk]
             W_here = W[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x34 = AT @ dS
-            x34 = AT_here @ dS
-            # x38 = -x34 + x37
-            x38 = (-x34) + x37_here
-            # x103 = W^T @ x38
-            x103 = W_here.mT @ x38
-            # x106 = QL^T @ do
-            x106 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + -x103) + x106
-            dS_prev = ((dS * Gc_here[..., :, None]) + (-x103)) + x106
-            x38_all.append(x38)
+            # x30 = AT @ dS
+            x30 = AT_here @ dS
+            # x34 = -x30 + x33
+            x34 = (-x30) + x33_here
+            # x87 = W^T @ x34
+            x87 = W_here.mT @ x34
+            # x90 = QL^T @ do
+            x90 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + -x87) + x90
+            dS_prev = ((dS * Gc_here[..., :, None]) + (-x87)) + x90
+            x34_all.append(x34)
             dS = dS_prev
         end_dS = dS
-        x38 = _stack(x38_all[::-1], v, NT, C, dtype)
+        x34 = _stack(x34_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 49:
-        # x9 = do @ x8^T
-        x9 = do @ x8.mT
+        # dAqa = do @ x6^T
+        dAqa = do @ x6.mT
     if needs & 33:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1813,89 +1976,92 @@ def _backward_torch(
         # dKT = v @ dS^T
         dKT = v @ dS.mT
     if needs & 58:
-        # x39 = E^T @ x38
-        x39 = E.mT @ x38
+        # x35 = E^T @ x34
+        x35 = E.mT @ x34
     if needs & 42:
-        # x40 = x39 @ v^T
-        x40 = x39 @ v.mT
+        # x36 = x35 @ v^T
+        x36 = x35 @ v.mT
     if needs & 4:
-        # x45 = KT @ dS
-        x45 = KT @ dS
-        # x46 = U2^T @ x38
-        x46 = U2.mT @ x38
-        # dv = (x45 + -x46) + x49
-        dv = (x45 + (-x46)) + x49
+        # x40 = KT @ dS
+        x40 = KT @ dS
+        # x41 = U2^T @ x34
+        x41 = U2.mT @ x34
+        # dv = (x40 + -x41) + x44
+        dv = (x40 + (-x41)) + x44
     if needs & 56:
-        # x50 = x39 @ x8^T
-        x50 = x39 @ x8.mT
+        # x45 = x35 @ x6^T
+        x45 = x35 @ x6.mT
     if needs & 40:
-        # x56 = x39 @ S^T
-        x56 = x39 @ S.mT
+        # x51 = x35 @ S^T
+        x51 = x35 @ S.mT
     if needs & 48:
-        # x60 = x8 @ dS^T
-        x60 = x8 @ dS.mT
+        # x55 = x6 @ dS^T
+        x55 = x6 @ dS.mT
     if needs & 32:
-        # x94 = dS * S
-        x94 = dS * S
-        # dGc = sum_V(x94)
-        dGc = x94.sum(-1)
-    if needs & 17:
-        # x10 = diagonal(-x9)
-        x10 = (-x9).diagonal(dim1=-2, dim2=-1)
-    if needs & 49:
-        # x15 = mask(x9, strict=True)
-        x15 = torch.tril(x9, -1)
-    if needs & 42:
-        # x41 = mask(x40, strict=True)
-        x41 = torch.tril(x40, -1)
-    if needs & 56:
-        # x51 = mask(x50, strict=True)
-        x51 = torch.tril(x50, -1)
+        # x79 = dS * S
+        x79 = dS * S
+        # dGc = sum_V(x79)
+        dGc = x79.sum(-1)
     if needs & 33:
-        # x16 = gram_dx(x15, b; g, to, strict=True)
-        x16 = _gram_dx(x15, b, g, False)
-        # x20 = x16 + x19
-        x20 = x16 + x19
-    if needs & 1:
-        # dq = ((((x10 * b) + x13) + -x20) + (dQL * x24)) * scale
-        dq = ((((x10[..., :, None] * b) + x13) + (-x20)) + (dQL * x24)) * scale
+        # x21 = dQL * x20
+        x21 = dQL * x20
     if needs & 34:
-        # x42 = gram_dy(x41, a; g, before, strict=True)
-        x42 = _gram_dy(x41, a, g, True)
-        # x44 = x33 + -x42
-        x44 = x33 + (-x42)
-    if needs & 2:
-        # dk = ((dKT * x28) + x31) + x44
-        dk = ((dKT * x28) + x31) + x44
+        # x25 = dKT * x24
+        x25 = dKT * x24
     if needs & 40:
-        # x52 = gram_dx(x51, b; g, before, strict=True)
-        x52 = _gram_dx(x51, b, g, True)
-        # x53 = gram_dx(x41, k; g, before, strict=True)
-        x53 = _gram_dx(x41, k, g, True)
-        # x55 = x52 + -x53
-        x55 = x52 + (-x53)
-    if needs & 8:
-        # da = x55 + -(x56 * x4)
-        da = x55 + (-(x56 * x4))
+        # x52 = x51 * x3
+        x52 = x51 * x3
     if needs & 48:
-        # x64 = gram_dy(x15, x30; g, to, strict=True)
-        x64 = _gram_dy(x15, x30, g, False)
-        # x65 = gram_dy(x51, a; g, before, strict=True)
-        x65 = _gram_dy(x51, a, g, True)
-        # x67 = x64 + -x65
-        x67 = x64 + (-x65)
-    if needs & 16:
-        # db = ((x10 * x30) + -(x60 * x28)) + -x67
-        db = ((x10[..., :, None] * x30) + (-(x60 * x28))) + (-x67)
+        # x56 = x55 * x24
+        x56 = x55 * x24
     if needs & 32:
-        # x79 = sum[from]((((-(x30 * x20) + -(k * x44)) + (b * x67)) + ((dQL * x30) * x24)))
-        x79 = _run(((((-(x30 * x20)) + (-(k * x44))) + (b * x67)) + ((dQL * x30) * x24)), 'from')
-        # x85 = sum[after](((a * x55) + -((x56 * a) * x4)))
-        x85 = _run(((a * x55) + (-((x56 * a) * x4))), 'after')
-        # x92 = sum[before](((-(x60 * b) + (dKT * k)) * x28))
-        x92 = _run((((-(x60 * b)) + (dKT * k)) * x28), 'before')
-        # dg = ((x79 + x85) + x92) + (dGc * Gc)
-        dg = ((x79 + x85) + x92) + (dGc * Gc)[..., None, :]
+        # x81 = dGc * Gc
+        x81 = dGc * Gc
+    if needs & 17:
+        # x7 = diagonal(dAqa)
+        x7 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 33:
+        # x12 = gram_dx(dAqa, b; g, to, strict=True)
+        x12 = _gram_dx(dAqa, b, g, False)
+        # x17 = -(-x12 + x15)
+        x17 = -((-x12) + x15)
+    if needs & 1:
+        # dq = ((((x7 * b) + x10) + x17) + x21) * scale
+        dq = ((((x7[..., :, None] * b) + x10) + x17) + x21) * scale
+    if needs & 34:
+        # x37 = gram_dy(x36, a; g, before, strict=True)
+        x37 = _gram_dy(x36, a, g, True)
+        # x39 = x29 + -x37
+        x39 = x29 + (-x37)
+    if needs & 2:
+        # dk = (x25 + x27) + x39
+        dk = (x25 + x27) + x39
+    if needs & 40:
+        # x46 = gram_dx(x45, b; g, before, strict=True)
+        x46 = _gram_dx(x45, b, g, True)
+        # x48 = gram_dx(x36, k; g, before, strict=True)
+        x48 = _gram_dx(x36, k, g, True)
+        # da = (-x46 + -x48) + -x52
+        da = ((-x46) + (-x48)) + (-x52)
+    if needs & 48:
+        # x58 = gram_dy(dAqa, x26; g, to, strict=True)
+        x58 = _gram_dy(dAqa, x26, g, False)
+        # x60 = gram_dy(x45, a; g, before, strict=True)
+        x60 = _gram_dy(x45, a, g, True)
+        # x61 = -x58 + x60
+        x61 = (-x58) + x60
+    if needs & 16:
+        # db = ((x7 * x26) + x56) + -x61
+        db = ((x7[..., :, None] * x26) + x56) + (-x61)
+    if needs & 32:
+        # x70 = sum[from]((((x26 * (x17 + x21)) + -(k * x39)) + (b * x61)))
+        x70 = _run((((x26 * (x17 + x21)) + (-(k * x39))) + (b * x61)), 'from')
+        # x72 = sum[after]((a * da))
+        x72 = _run((a * da), 'after')
+        # x77 = sum[before](((x25 * k) + (x56 * b)))
+        x77 = _run(((x25 * k) + (x56 * b)), 'before')
+        # dg = ((x70 + x72) + x77) + x81
+        dg = ((x70 + x72) + x77) + x81[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program 9855ffa0:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program b8b9a4f9:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -44,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla"]
 
-_NAME = "simple_gla_9855ffa0"
+_NAME = "simple_gla_b8b9a4f9"
 
 
 def _jit(function: Any) -> Any:
@@ -105,6 +105,45 @@ def _sums(keep, x, PARTS: tl.constexpr):
     return out
 
 
+# Running sums of gradients: the same, but a difference of two sums will do.
+
+
+@_jit
+def _running_to(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_to(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0)
+    return out
+
+
+@_jit
+def _running_before(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_before(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0) - x
+    return out
+
+
+@_jit
+def _running_after(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_after(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True) - x
+    return out
+
+
+@_jit
+def _running_from(x, row, EXACT: tl.constexpr):
+    if EXACT:
+        out = _sums(_keep_from(row), x, 0)
+    else:
+        out = tl.cumsum(x, 0, reverse=True)
+    return out
+
+
 @_jit
 def _sums_of_numbers(keep, x):
     """The same for one number a token."""
@@ -146,12 +185,74 @@ def _reach(c, level, BEFORE: tl.constexpr):
     return ((r >> level) == (m >> level)) & ((second & up) | ((second == 0) & (m > r)))
 
 
+# The four lowest levels of a tree join tokens of one block of 16, so they are products of 16 x 16 tiles: [C/16, 16, ..].
+
+
 @_jit
-def _inverse(n, c, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def _blocks(x, C: tl.constexpr, N: tl.constexpr):
+    return tl.reshape(x, [C // 16, 16, N])
+
+
+@_jit
+def _block_zeros(C: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([C // 16, 16, N], tl.float32)
+
+
+@_jit
+def _block_diagonals(x):
+    """[C/16, 16] on the diagonals of [C/16, 16, 16]."""
+    lane = tl.arange(0, 16)
+    return tl.where((lane[:, None] == lane[None, :])[None, :, :], x[:, :, None], 0.0)
+
+
+@_jit
+def _diagonal_blocks(x, C: tl.constexpr):
+    """The 16 x 16 blocks on the diagonal of a [C, C] tile."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(x, [C // 16, 16, C // 16, 16]), 0.0), 2)
+
+
+@_jit
+def _from_blocks(x, C: tl.constexpr):
+    """A [C, C] tile with the given blocks on its diagonal."""
+    block = tl.arange(0, C // 16)
+    own = (block[:, None] == block[None, :])[:, None, :, None]
+    return tl.reshape(tl.where(own, x[:, :, None, :], 0.0), [C, C])
+
+
+@_jit
+def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
+    """_sums within each block of 16 tokens."""
+    ones = tl.broadcast_to(tl.where(keep, 1.0, 0.0)[None, :, :], [C // 16, 16, 16])
+    if PARTS == 0:
+        out = tl.dot(ones, x, input_precision="ieee")
+    else:
+        ones = ones.to(tl.bfloat16)
+        part = x.to(tl.bfloat16)
+        out = tl.dot(ones, part)
+        if PARTS > 1:
+            x = x - part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            out = tl.dot(ones, part, out)
+        if PARTS > 2:
+            x = x - part.to(tl.float32)
+            out = tl.dot(ones, x.to(tl.bfloat16), out)
+    return out
+
+
+@_jit
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
-    e = tl.where(c[:, None] == c[None, :], 1.0, 0.0) - tl.where(_edge(c, 0), n, 0.0)
-    for level in range(1, LEVELS):
-        below = tl.where(_edge(c, level), n, 0.0)
+    lane = tl.arange(0, 16)
+    n_16 = _diagonal_blocks(n, C)
+    e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
+    for level in range(1, 4):
+        below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
+        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+    e = _from_blocks(e_16, C)
+    for level in range(4, LEVELS):
+        below = tl.where(_edge(row, level), n, 0.0)
         e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
     return e
 
@@ -206,7 +307,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -224,8 +325,6 @@ def _forward_prepare(
     x2 = _sums_of_numbers(_keep_to(row), g)
     # x3 = exp(x2)
     x3 = tl.exp(x2)
-    # x5 = pair(g, to, strict=False)
-    x5 = _pairs(g, row, False, False, GATE_PARTS)
     # x8 = sum[all](g)
     x8 = tl.sum(g, 0)
     # Gc = exp(x8)
@@ -251,6 +350,8 @@ def _forward_prepare(
         # AT = k * x11
         AT = k * x11[:, None]
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+    # x5 = pair(g, to, strict=False)
+    x5 = _pairs(g, row, False, False, GATE_PARTS)
     # Aqa = x5 * x6
     Aqa = x5 * x6
     if SAVE:
@@ -289,7 +390,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -347,11 +448,11 @@ def _backward_prepare(
     k_ptr,
     q_ptr,
     Aqa_ptr,
-    x7_out,
-    x18_out,
+    x6_out,
+    x17_out,
     AT_out,
-    x20_out,
-    x25_out,
+    x19_out,
+    x24_out,
     Gc_out,
     QL_out,
     scale,
@@ -369,7 +470,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -383,31 +484,29 @@ def _backward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x = pair(g, to, strict=True)
-    x = _pairs(g, row, False, True, GATE_PARTS)
-    # x12 = sum[after](g)
-    x12 = _sums_of_numbers(_keep_after(row), g)
-    # x13 = exp(x12)
-    x13 = tl.exp(x12)
-    # x38 = sum[all](g)
-    x38 = tl.sum(g, 0)
-    # Gc = exp(x38)
-    Gc = tl.exp(x38)
+    # x11 = sum[after](g)
+    x11 = _sums_of_numbers(_keep_after(row), g)
+    # x12 = exp(x11)
+    x12 = tl.exp(x11)
+    # x37 = sum[all](g)
+    x37 = tl.sum(g, 0)
+    # Gc = exp(x37)
+    Gc = tl.exp(x37)
     tl.store(Gc_out + tile, Gc)
-    # x8 = sum[to](g)
-    x8 = _sums_of_numbers(_keep_to(row), g)
-    # x9 = exp(x8)
-    x9 = tl.exp(x8)
+    # x7 = sum[to](g)
+    x7 = _sums_of_numbers(_keep_to(row), g)
+    # x8 = exp(x7)
+    x8 = tl.exp(x7)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # AT = k * x13
-        AT = k * x13[:, None]
+        # AT = k * x12
+        AT = k * x12[:, None]
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # QL = (scale * q) * x9
-        QL = (scale * q) * x9[:, None]
+        # QL = (scale * q) * x8
+        QL = (scale * q) * x8[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     dAqa = tl.zeros([C, C, ], tl.float32)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
@@ -418,36 +517,36 @@ def _backward_prepare(
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # dAqa = do @ v^T
         dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x20 = Aqa^T @ do
-        x20 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x20_out + tile * C * V, x20, row, col_v, V, C, V, V % BV == 0)
-    # x2 = mask(dAqa, strict=True)
-    x2 = tl.where(_keep_before(row), dAqa, 0.0)
-    # x3 = x * x2
-    x3 = x * x2
-    # x5 = diagonal(dAqa)
-    x5 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    x25 = tl.zeros([C, ], tl.float32)
+        # x19 = Aqa^T @ do
+        x19 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x19_out + tile * C * V, x19, row, col_v, V, C, V, V % BV == 0)
+    # x = pair(g, to, strict=True)
+    x = _pairs(g, row, False, True, GATE_PARTS)
+    # x2 = x * dAqa
+    x2 = x * dAqa
+    # x4 = diagonal(dAqa)
+    x4 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    x24 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x4 = x3 @ k
-        x4 = _dot(x3, k, DOT, PRECISION)
-        # x7 = x4 + (x5 * k)
-        x7 = x4 + (x5[:, None] * k)
-        _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
+        # x3 = x2 @ k
+        x3 = _dot(x2, k, DOT, PRECISION)
+        # x6 = x3 + (x4 * k)
+        x6 = x3 + (x4[:, None] * k)
+        _store_rows(x6_out + tile * C * K, x6, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x15 = scale * q
-        x15 = scale * q
-        # x16 = x3^T @ x15
-        x16 = _dot(tl.trans(x3), x15, DOT, PRECISION)
-        # x18 = x16 + (x5 * x15)
-        x18 = x16 + (x5[:, None] * x15)
-        _store_rows(x18_out + tile * C * K, x18, row, col_k, K, C, K, K % BK == 0)
-        # x25 = sum_K(((x15 * x4) + -(k * x16)))
-        x25 += tl.sum(((x15 * x4) + (-(k * x16))), 1)
-    tl.store(x25_out + tile * C + row, x25, mask=row < C)
+        # x14 = scale * q
+        x14 = scale * q
+        # x15 = x2^T @ x14
+        x15 = _dot(tl.trans(x2), x14, DOT, PRECISION)
+        # x17 = x15 + (x4 * x14)
+        x17 = x15 + (x4[:, None] * x14)
+        _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K % BK == 0)
+        # x24 = sum_K(((x14 * x3) + -(k * x15)))
+        x24 += tl.sum(((x14 * x3) + (-(k * x15))), 1)
+    tl.store(x24_out + tile * C + row, x24, mask=row < C)
 
 
 @_jit
@@ -473,7 +572,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -502,11 +601,11 @@ def _backward_scan(
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x41 = AT^T @ v
-        x41 = _dot(tl.trans(AT), v, DOT, PRECISION)
+        # x40 = AT^T @ v
+        x40 = _dot(tl.trans(AT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = (S * Gc) + x41
-        S_next = (S * Gc) + x41
+        # S_next = (S * Gc) + x40
+        S_next = (S * Gc) + x40
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -535,7 +634,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
     INITIAL: tl.constexpr,
@@ -564,11 +663,11 @@ def _backward_reverse(
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x43 = QL^T @ do
-        x43 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x42 = QL^T @ do
+        x42 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = (dS * Gc) + x43
-        dS_prev = (dS * Gc) + x43
+        # dS_prev = (dS * Gc) + x42
+        dS_prev = (dS * Gc) + x42
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -579,14 +678,14 @@ def _backward_finish(
     do_ptr,
     S_ptr,
     g_ptr,
-    x7_ptr,
+    x6_ptr,
     v_ptr,
     dS_ptr,
-    x18_ptr,
+    x17_ptr,
     AT_ptr,
-    x20_ptr,
+    x19_ptr,
     q_ptr,
-    x25_ptr,
+    x24_ptr,
     k_ptr,
     Gc_ptr,
     dq_out,
@@ -608,7 +707,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
 ):
@@ -623,22 +722,10 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x8 = sum[to](g)
-    x8 = _sums_of_numbers(_keep_to(row), g)
-    # x9 = exp(x8)
-    x9 = tl.exp(x8)
-    # x12 = sum[after](g)
-    x12 = _sums_of_numbers(_keep_after(row), g)
-    # x13 = exp(x12)
-    x13 = tl.exp(x12)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x15 = scale * q
-    x15 = scale * q
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    x37 = tl.zeros([BK, ], tl.float32)
+    x36 = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -650,42 +737,52 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = v @ dS^T
         dAT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        # x19 = AT @ dS
-        x19 = _dot(AT, dS, DOT, PRECISION)
-        x20 = _load_rows(x20_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dv = x19 + x20
-        dv = x19 + x20
+        # x18 = AT @ dS
+        x18 = _dot(AT, dS, DOT, PRECISION)
+        x19 = _load_rows(x19_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dv = x18 + x19
+        dv = x18 + x19
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x36 = dS * S
-        x36 = dS * S
-        # x37 = sum_V(x36)
-        x37 += tl.sum(x36, 1)
-    x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dq = (x7 + (dQL * x9)) * scale
-    dq = (x7 + (dQL * x9[:, None])) * scale
+        # x35 = dS * S
+        x35 = dS * S
+        # x36 = sum_V(x35)
+        x36 += tl.sum(x35, 1)
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x7 = sum[to](g)
+    x7 = _sums_of_numbers(_keep_to(row), g)
+    # x8 = exp(x7)
+    x8 = tl.exp(x7)
+    x6 = _load_rows(x6_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # dq = (x6 + (dQL * x8)) * scale
+    dq = (x6 + (dQL * x8[:, None])) * scale
     if NEED & 1:
         _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-    x18 = _load_rows(x18_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dk = (dAT * x13) + x18
-    dk = (dAT * x13[:, None]) + x18
+    # x11 = sum[after](g)
+    x11 = _sums_of_numbers(_keep_after(row), g)
+    # x12 = exp(x11)
+    x12 = tl.exp(x11)
+    x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # dk = (dAT * x12) + x17
+    dk = (dAT * x12[:, None]) + x17
     if NEED & 2:
         _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # x27 = sum_K((dQL * x15))
-    x27 = tl.sum((dQL * x15), 1)
-    x25 = tl.load(x25_ptr + tile * C + row, mask=row < C, other=0.0)
-    # x30 = sum[from]((x25 + (x27 * x9)))
-    x30 = _sums_of_numbers(_keep_from(row), (x25 + (x27 * x9)))
+    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x26 = sum_K((dQL * (scale * q)))
+    x26 = tl.sum((dQL * (scale * q)), 1)
+    x24 = tl.load(x24_ptr + tile * C + row, mask=row < C, other=0.0)
+    # x29 = sum[from]((x24 + (x26 * x8)))
+    x29 = _sums_of_numbers(_keep_from(row), (x24 + (x26 * x8)))
     k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x32 = sum_K((dAT * k))
-    x32 = tl.sum((dAT * k), 1)
-    # x34 = sum[before]((x32 * x13))
-    x34 = _sums_of_numbers(_keep_before(row), (x32 * x13))
-    # dGc = sum_K(x37)
-    dGc = tl.sum(x37, 0)
+    # x31 = sum_K((dAT * k))
+    x31 = tl.sum((dAT * k), 1)
+    # x33 = sum[before]((x31 * x12))
+    x33 = _sums_of_numbers(_keep_before(row), (x31 * x12))
+    # dGc = sum_K(x36)
+    dGc = tl.sum(x36, 0)
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x30 + x34) + (dGc * Gc)
-    dg = (x30 + x34) + (dGc * Gc)
+    # dg = (x29 + x33) + (dGc * Gc)
+    dg = (x29 + x33) + (dGc * Gc)
     if NEED & 8:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
 
@@ -793,7 +890,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
-        "SUM_PARTS": 3 * parts,
+        "EXACT": wide,
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
@@ -914,11 +1011,11 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0)
     with _on(q):
         if needs & 31:
-            x7 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x18 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x6 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x20 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x25 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x19 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x24 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -930,11 +1027,11 @@ def _backward_triton(
                 k,
                 q,
                 Aqa,
-                x7,
-                x18,
+                x6,
+                x17,
                 AT,
-                x20,
-                x25,
+                x19,
+                x24,
                 Gc,
                 QL,
                 scale,
@@ -1000,14 +1097,14 @@ def _backward_triton(
                 do,
                 kept_S,
                 g,
-                x7,
+                x6,
                 v,
                 kept_dS,
-                x18,
+                x17,
                 AT,
-                x20,
+                x19,
                 q,
-                x25,
+                x24,
                 k,
                 Gc,
                 dq,
@@ -1179,8 +1276,6 @@ def _forward_torch(
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g,))
     # x2 = sum[to](g)
     x2 = _run(g[..., None], 'to')[..., 0]
-    # x5 = pair(g, to, strict=False)
-    x5 = _pairs_of(g, False, False)
     # x8 = sum[all](g)
     x8 = g.sum(-1)
     # Gc = exp(x8)
@@ -1195,6 +1290,8 @@ def _forward_torch(
     x6 = x @ k.mT
     # AT = k * exp(x10)
     AT = k * torch.exp(x10)[..., :, None]
+    # x5 = pair(g, to, strict=False)
+    x5 = _pairs_of(g, False, False)
     # Aqa = x5 * x6
     Aqa = x5 * x6
     # x7 = Aqa @ v
@@ -1248,60 +1345,57 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in given)
-    if needs & 11:
-        # x = pair(g, to, strict=True)
-        x = _pairs_of(g, False, True)
     if needs & 15:
-        # x12 = sum[after](g)
-        x12 = _run(g[..., None], 'after')[..., 0]
-        # x13 = exp(x12)
-        x13 = torch.exp(x12)
-    # x38 = sum[all](g)
-    x38 = g.sum(-1)
-    # Gc = exp(x38)
-    Gc = torch.exp(x38)
-    # x8 = sum[to](g)
-    x8 = _run(g[..., None], 'to')[..., 0]
-    # x9 = exp(x8)
-    x9 = torch.exp(x8)
+        # x11 = sum[after](g)
+        x11 = _run(g[..., None], 'after')[..., 0]
+        # x12 = exp(x11)
+        x12 = torch.exp(x11)
+    # x37 = sum[all](g)
+    x37 = g.sum(-1)
+    # Gc = exp(x37)
+    Gc = torch.exp(x37)
+    # x7 = sum[to](g)
+    x7 = _run(g[..., None], 'to')[..., 0]
+    # x8 = exp(x7)
+    x8 = torch.exp(x7)
     if needs & 30:
-        # x15 = scale * q
-        x15 = scale * q
+        # x14 = scale * q
+        x14 = scale * q
     if needs & 13:
-        # AT = k * x13
-        AT = k * x13[..., :, None]
+        # AT = k * x12
+        AT = k * x12[..., :, None]
     if needs & 30:
-        # QL = x15 * x9
-        QL = x15 * x9[..., :, None]
+        # QL = x14 * x8
+        QL = x14 * x8[..., :, None]
     if needs & 11:
         # dAqa = do @ v^T
         dAqa = do @ v.mT
     if needs & 4:
-        # x20 = Aqa^T @ do
-        x20 = Aqa.mT @ do
+        # x19 = Aqa^T @ do
+        x19 = Aqa.mT @ do
     if needs & 11:
-        # x2 = mask(dAqa, strict=True)
-        x2 = torch.tril(dAqa, -1)
-        # x3 = x * x2
-        x3 = x * x2
+        # x = pair(g, to, strict=True)
+        x = _pairs_of(g, False, True)
+        # x2 = x * dAqa
+        x2 = x * dAqa
     if needs & 3:
-        # x5 = diagonal(dAqa)
-        x5 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x4 = diagonal(dAqa)
+        x4 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
-        # x4 = x3 @ k
-        x4 = x3 @ k
+        # x3 = x2 @ k
+        x3 = x2 @ k
     if needs & 1:
-        # x7 = x4 + (x5 * k)
-        x7 = x4 + (x5[..., :, None] * k)
+        # x6 = x3 + (x4 * k)
+        x6 = x3 + (x4[..., :, None] * k)
     if needs & 10:
-        # x16 = x3^T @ x15
-        x16 = x3.mT @ x15
+        # x15 = x2^T @ x14
+        x15 = x2.mT @ x14
     if needs & 2:
-        # x18 = x16 + (x5 * x15)
-        x18 = x16 + (x5[..., :, None] * x15)
+        # x17 = x15 + (x4 * x14)
+        x17 = x15 + (x4[..., :, None] * x14)
     if needs & 8:
-        # x25 = sum_K(((x15 * x4) + -(k * x16)))
-        x25 = ((x15 * x4) + (-(k * x16))).sum(-1)
+        # x24 = sum_K(((x14 * x3) + -(k * x15)))
+        x24 = ((x14 * x3) + (-(k * x15))).sum(-1)
     if needs & 9:
         S = state
         kept_S_all: list[Tensor] = []
@@ -1310,10 +1404,10 @@ def _backward_torch(
             AT_here = AT[:, chunk]
             v_here = v[:, chunk]
             kept_S_all.append(S)
-            # x41 = AT^T @ v
-            x41 = AT_here.mT @ v_here
-            # S_next = (S * Gc) + x41
-            S_next = (S * Gc_here[..., None, None]) + x41
+            # x40 = AT^T @ v
+            x40 = AT_here.mT @ v_here
+            # S_next = (S * Gc) + x40
+            S_next = (S * Gc_here[..., None, None]) + x40
             S = S_next
         end_S = S
         S = _stack(kept_S_all, v, NT, K, dtype)
@@ -1325,10 +1419,10 @@ def _backward_torch(
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x43 = QL^T @ do
-            x43 = QL_here.mT @ do_here
-            # dS_prev = (dS * Gc) + x43
-            dS_prev = (dS * Gc_here[..., None, None]) + x43
+            # x42 = QL^T @ do
+            x42 = QL_here.mT @ do_here
+            # dS_prev = (dS * Gc) + x42
+            dS_prev = (dS * Gc_here[..., None, None]) + x42
             dS = dS_prev
         end_dS = dS
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
@@ -1339,34 +1433,34 @@ def _backward_torch(
         # dAT = v @ dS^T
         dAT = v @ dS.mT
     if needs & 4:
-        # x19 = AT @ dS
-        x19 = AT @ dS
-        # dv = x19 + x20
-        dv = x19 + x20
+        # x18 = AT @ dS
+        x18 = AT @ dS
+        # dv = x18 + x19
+        dv = x18 + x19
     if needs & 8:
-        # x36 = dS * S
-        x36 = dS * S
-        # x37 = sum_V(x36)
-        x37 = x36.sum(-1)
+        # x35 = dS * S
+        x35 = dS * S
+        # x36 = sum_V(x35)
+        x36 = x35.sum(-1)
     if needs & 1:
-        # dq = (x7 + (dQL * x9)) * scale
-        dq = (x7 + (dQL * x9[..., :, None])) * scale
+        # dq = (x6 + (dQL * x8)) * scale
+        dq = (x6 + (dQL * x8[..., :, None])) * scale
     if needs & 2:
-        # dk = (dAT * x13) + x18
-        dk = (dAT * x13[..., :, None]) + x18
+        # dk = (dAT * x12) + x17
+        dk = (dAT * x12[..., :, None]) + x17
     if needs & 8:
-        # x27 = sum_K((dQL * x15))
-        x27 = (dQL * x15).sum(-1)
-        # x30 = sum[from]((x25 + (x27 * x9)))
-        x30 = _run((x25 + (x27 * x9))[..., None], 'from')[..., 0]
-        # x32 = sum_K((dAT * k))
-        x32 = (dAT * k).sum(-1)
-        # x34 = sum[before]((x32 * x13))
-        x34 = _run((x32 * x13)[..., None], 'before')[..., 0]
-        # dGc = sum_K(x37)
-        dGc = x37.sum(-1)
-        # dg = (x30 + x34) + (dGc * Gc)
-        dg = (x30 + x34) + (dGc * Gc)[..., None]
+        # x26 = sum_K((dQL * x14))
+        x26 = (dQL * x14).sum(-1)
+        # x29 = sum[from]((x24 + (x26 * x8)))
+        x29 = _run((x24 + (x26 * x8))[..., None], 'from')[..., 0]
+        # x31 = sum_K((dAT * k))
+        x31 = (dAT * k).sum(-1)
+        # x33 = sum[before]((x31 * x12))
+        x33 = _run((x31 * x12)[..., None], 'before')[..., 0]
+        # dGc = sum_K(x36)
+        dGc = x36.sum(-1)
+        # dg = (x29 + x33) + (dGc * Gc)
+        dg = (x29 + x33) + (dGc * Gc)[..., None]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -123,6 +123,12 @@ def test_what_a_target_lacks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("no such instruction\nand a dump")
 
+    assert (
+        aot.brief(RuntimeError("failed\nlog:\nptxas fatal: no registers\n"))
+        == "RuntimeError: ptxas fatal: no registers"
+    )
+    assert aot.brief(RuntimeError()) == "RuntimeError: "
+
     monkeypatch.setattr(aot, "compiled", refuse)
     got = aot.outcome(aot.Case("kda", "sm_80", "bfloat16", 64), 0)
     assert (got.row, got.error) == (None, "RuntimeError: no such instruction")

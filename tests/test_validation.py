@@ -21,7 +21,6 @@ torch.set_num_threads(1)
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 SIZE = {"B": 2, "T": 21, "H": 2, "HV": 4, "K": 16, "V": 24}
 SIZES = tuple(SIZE.values())
-NEVER_ASSERT = (AssertionError, IndexError, KeyError, AttributeError, RuntimeError)
 
 
 def plain(name: str, dtype: torch.dtype = F32, **law) -> list[Tensor]:
@@ -47,7 +46,6 @@ def symbols(shape: str) -> str:
     return "[" + ", ".join(shape.split()) + "]"
 
 
-# One of every kind of stream, so that each shape is met: (variant, stream, shape) without repeats of the shape alone.
 STREAMS = [pytest.param(v, s, shape, id=f"{v}-{s}") for v in SIGNATURES for s, shape in SIGNATURES[v]]
 
 
@@ -246,7 +244,7 @@ def test_unknown_variant() -> None:
 
 
 def test_refusals_are_made_in_python_before_any_op_runs() -> None:
-    """The words are ours, in one line or few, and come with the built-in types only."""
+    """A few lines at most, in an exception of exactly a built-in type."""
     for call in (
         lambda: ops.kda(*with_stream("kda", "k", lambda x: x[..., :-1])),
         lambda: ops.kda(*with_stream("kda", "k", lambda x: x.double())),
@@ -255,7 +253,6 @@ def test_refusals_are_made_in_python_before_any_op_runs() -> None:
         with Calls() as calls, pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
             call()
         assert type(error.value) in (TypeError, ValueError, NotImplementedError)
-        assert not isinstance(error.value, NEVER_ASSERT) or type(error.value) is NotImplementedError
         assert len(str(error.value).splitlines()) <= 3
         assert not calls.of("kda")
 
