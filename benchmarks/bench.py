@@ -202,10 +202,13 @@ class Worker:
 
     def _last_words(self) -> str:
         self.errors.seek(0)
-        return " | ".join(self.errors.read().decode(errors="replace").splitlines()[-4:])[-800:]
+        text = self.errors.read().decode(errors="replace")
+        self.errors.close()
+        return " | ".join(text.splitlines()[-4:])[-800:]
 
     def close(self) -> None:
-        self._end()
+        if self._end() is not None:
+            self.errors.close()
 
 
 def run_pool(
@@ -239,7 +242,7 @@ def run_pool(
             limit = min(item_seconds, until + grace - time.monotonic())
             try:
                 answer = worker.ask(item, limit)
-            except (RuntimeError, TimeoutError, ValueError) as error:
+            except (RuntimeError, OSError, ValueError) as error:  # a TimeoutError is an OSError
                 answer = {"error": describe(error)}
             with lock:
                 on_answer(item, answer)
@@ -324,6 +327,13 @@ def launches(
         if save:
             module._backward_triton(do, dht, *plain, h0, *results[2:], scale, needs)
     return found
+
+
+FIELDS = ("BK", "BV", "warps", "stages", "registers")
+"""What the numbers of an entry of a module's table `_CONFIGS` are."""
+
+OPTIONS = ("BK", "BV", "num_warps", "num_stages", "maxnreg")
+"""The same as a launch has them."""
 
 
 def table_key(kernel: str, keys: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ import re
 import sys
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ def _points(lowest: int, largest: int, kernels: dict[str, tuple[int, ...]]) -> I
     A tile of K is the power of two from K up, or blocks of it; a tile of V the same, at most the table's columns a
     block. `config` are full tiles, `edges` sizes that leave the last tile of each axis partly empty.
     """
-    blocks = {entry[-3] for entry in kernels.values()}
+    blocks = {entry[bench.FIELDS.index("BV")] for entry in kernels.values()}
     widest = max(blocks)
     tiles = sorted({min(block, v) for block in blocks for v in _powers(16, widest)}, reverse=True)
     widths = [2 * tile if tile == widest else tile for tile in tiles]
@@ -285,14 +285,22 @@ def worst_table(rows: Sequence[Json]) -> str:
     return bench.table(lines, ("variant", "dtype", "cases", "failed", *COLUMNS))
 
 
+def counted(rows: Sequence[Json], factor: str) -> str:
+    """How many of the rows there are for each value of a factor."""
+    counts = Counter(row["case"][factor] for row in rows)
+    return ", ".join(f"{value} {count}" for value, count in counts.most_common())
+
+
 def summary(rows: Sequence[Json], not_run: int, seconds: float, about: Json) -> str:
     failed = [row for row in rows if row["failures"]]
     lines = [", ".join(f"{key} {value}" for key, value in about.items()), "", "worst rr of the cases that passed:", ""]
     lines += [worst_table(rows), ""]
     lines.append(f"{len(rows)} cases run, {len(failed)} failed, {not_run} not run, {seconds:.0f} s")
+    if failed:
+        lines += [f"  by {factor}: {counted(failed, factor)}" for factor in ("gates", "T", "K", "V", "group", "states")]
     for row in failed[:SHOWN]:
         more = f" (and {len(row['failures']) - 1} more)" if len(row["failures"]) > 1 else ""
-        lines.append(f"  {row['label']}  {row['failures'][0][:300]}{more}")
+        lines.append(f"  {row['label']}  {row['failures'][0][:200]}{more}")
     if len(failed) > SHOWN:
         lines.append(f"  and {len(failed) - SHOWN} more cases")
     return "\n".join(lines)

@@ -279,9 +279,6 @@ def profiled(run: Callable[[], object], device: str, calls: int = 5) -> dict[str
     return {name[:80]: round(total / calls / 1e3, 4) for name, total in ranked if total > 0}
 
 
-OPTIONS = ("C", "BK", "BV", "num_warps", "num_stages")
-
-
 def kernel_times(variant: str, shape: Shape, dtype: Any, gate_dtype: Any, device: str, rep: float) -> list[Json]:
     """Each kernel of the generated module by itself: milliseconds, bytes that it is given, options."""
     streams, do = draw(variant, shape, dtype, gate_dtype, device)
@@ -290,7 +287,7 @@ def kernel_times(variant: str, shape: Shape, dtype: Any, gate_dtype: Any, device
     for launch in found:
         ms, size = bench.median_ms(launch, device, rep), launch.bytes()
         row = {"kernel": launch.name, "ms": round(ms, 4), "MiB": size >> 20, "TB/s": round(size / ms / 1e9, 2)}
-        rows.append(row | {key: launch.options[key] for key in OPTIONS if key in launch.options})
+        rows.append(row | {key: launch.options[key] for key in ("C", *bench.OPTIONS) if key in launch.options})
     return rows
 
 
@@ -474,7 +471,7 @@ def ours_alone(args: argparse.Namespace, shapes: Sequence[Shape], dtypes: tuple[
             streams, do = draw(variant, shape, *dtypes, args.device)
             row |= measure(operator(variant, OURS), streams, do, shape.K**-0.5, args.device, args.rep)
             del streams, do
-            head = ("kernel", "ms", "MiB", "TB/s", *OPTIONS)
+            head = ("kernel", "ms", "MiB", "TB/s", "C", *bench.OPTIONS)
             total = sum(k["ms"] for k in row["kernels"])
             print(f"\n{variant} {shape}: " + ", ".join(f"{key} {_cell(row[key])}" for key in TIMES))
             print(bench.table([[str(k.get(h, "-")) for h in head] for k in row["kernels"]], head))

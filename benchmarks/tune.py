@@ -33,10 +33,7 @@ from bench import Json, Launch
 from covering import VARIANTS
 from peers import TIMES, Shape, draw, measure, operator
 
-FIELDS = ("BK", "BV", "warps", "stages")
-"""The numbers of an entry of the table, the last ones where it has fewer."""
-
-GRID = {"BK": (32, 64, 128), "BV": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3)}
+GRID = {"BK": (32, 64, 128), "BV": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3), "registers": (0,)}
 SCAN_STAGES = (2, 3, 4)
 SHORT = 130
 """Tokens of the runs that only compile, and of the one that is judged: two chunks and a tail."""
@@ -58,7 +55,7 @@ def row_of(module: ModuleType, K: int, size: int) -> int:
 
 
 def fields(entry: Entry) -> tuple[str, ...]:
-    return FIELDS[-len(entry) :]
+    return bench.FIELDS[: len(entry)]
 
 
 @contextlib.contextmanager
@@ -81,11 +78,13 @@ def source_of(kernel: Any) -> str:
 
 
 def matters(kernel: Any, entry: Entry) -> dict[str, bool]:
-    """Which fields change a kernel: a tile that it uses, stages only where it loops; 0 in the table is not a choice."""
+    """Which fields change a kernel: tiles that it uses, stages where it loops; a tile of 0 is not to be chosen."""
     body = source_of(kernel)
-    used = {"BK": bool(re.search(r"\bBK\b", body)), "BV": bool(re.search(r"\bBV\b", body)), "warps": True}
-    used["stages"] = "for " in body
-    return {name: used[name] and value > 0 for name, value in zip(fields(entry), entry, strict=True)}
+    used = {"stages": "for " in body, "warps": True, "registers": True}
+    found = {}
+    for name, value in zip(fields(entry), entry, strict=True):
+        found[name] = used[name] if name in used else value > 0 and bool(re.search(rf"\b{name}\b", body))
+    return found
 
 
 def grid_of(kernel: Any, entry: Entry, given: dict[str, tuple[int, ...]]) -> list[Entry]:
@@ -148,7 +147,8 @@ class Bench:
         found = one(self.launches(self.entries(kernel, entry), min(SHORT, self.shape.T), launch=False), kernel)
         compiled = found.kernel.warmup(*found.args, grid=(1,), **found.options)
         compiled._init_handles()
-        return {"registers": compiled.n_regs, "spills": compiled.n_spills, "shared": compiled.metadata.shared}
+        loaded = {"registers": getattr(compiled, "n_regs", None), "spills": getattr(compiled, "n_spills", None)}
+        return loaded | {"shared": compiled.metadata.shared}
 
     def base(self) -> list[Launch]:
         if self.launched is None:
@@ -181,7 +181,7 @@ class Bench:
         finally:
             for x, y in zip(base.outputs(), want, strict=True):
                 x.copy_(y)
-        options = {key: launch.options[key] for key in ("BK", "BV", "num_warps", "num_stages") if key in launch.options}
+        options = {key: launch.options[key] for key in bench.OPTIONS if key in launch.options}
         row = {"ms": round(ms, 4), "rr": max(x for x, _ in far), "most": max(x for _, x in far), "options": options}
         return row | {"programs": launch.programs, "bytes": base.bytes()}
 
@@ -392,8 +392,8 @@ def grids(text: Sequence[str]) -> dict[str, tuple[int, ...]]:
     found = {}
     for part in text:
         name, _, values = part.partition("=")
-        if name not in FIELDS or not values:
-            raise SystemExit(f"--grid takes {', '.join(f'{f}=..' for f in FIELDS)}, not {part!r}")
+        if name not in bench.FIELDS or not values:
+            raise SystemExit(f"--grid takes {', '.join(f'{f}=..' for f in bench.FIELDS)}, not {part!r}")
         found[name] = tuple(int(x) for x in values.split(","))
     return found
 
@@ -410,7 +410,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gates", help="dtype of the gates, by default that of the rest")
     parser.add_argument("--chunk", type=int, help="another chunk length than the table's")
     parser.add_argument("--kernels", nargs="+", metavar="REGEX", help="only kernels whose name matches one")
-    parser.add_argument("--grid", nargs="+", default=[], metavar="FIELD=N,N", help="values of BK, BV, warps, stages")
+    parser.add_argument(
+        "--grid", nargs="+", default=[], metavar="FIELD=N,N", help="values of BK, BV, warps, stages, registers"
+    )
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1), help="that compile")
     parser.add_argument("--compile-seconds", type=float, default=240.0)
     parser.add_argument("--seconds", type=float, default=180.0, help="for the timing")

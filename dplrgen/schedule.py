@@ -1,7 +1,7 @@
 """The cut of a program into kernels.
 
 Questions about the graph are asked of a networkx DiGraph: what lies on a cycle through a carried state is sequential
-over chunks and makes a *scan*; the rest is parallel over chunks. Then five rules place every value:
+over chunks and makes a *scan*; the rest is parallel over chunks. Then six rules place every value:
 
 1. A scan is cut along the value axis, so nothing that contracts over V can ride in it. If nothing downstream of a state
    contracts over V, all of it rides in the scan and the states never reach memory; otherwise the scan does its cycle only.
@@ -10,8 +10,9 @@ over chunks and makes a *scan*; the rest is parallel over chunks. Then five rule
 3. A parallel kernel walks V in blocks, and K too if no operation has both axes and no product is needed in two walks;
    products without a value axis that need a finished contraction over V go to a
    kernel of their own, so they run once, with registers to themselves.
-4. A state-sized product rides in the scan that reads it: its operands are smaller than it is.
-5. The C x C matrices that cost a tree or an inverse, and that the backward multiplies with, are saved by the forward.
+4. Decayed Gram products with left operands of their own go to a launch each.
+5. A state-sized product rides in the scan that reads it: its operands are smaller than it is.
+6. The C x C matrices that cost a tree or an inverse, and that the backward multiplies with, are saved by the forward.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def is_leaf(n: Node) -> bool:
 
 
 def saved_values(forward: Program, backward: Program) -> list[Node]:
-    """Rule 5: the C x C operands of products that both programs form."""
+    """Rule 6: the C x C operands of products that both programs form."""
     there = set(backward.nodes())
     operands = {a for n in forward.nodes() if n.op == "matmul" for a in n.args}
     square = [n for n in forward.nodes() if n.axes == ("C", "C") and n in operands and n in there]
@@ -163,8 +164,9 @@ def _cycle(g: nx.DiGraph, state: Node) -> set[Node]:
 
 
 def _latest(program: Program, stage: dict[Node, int]) -> dict[Node, int]:
-    """Parallel work after a scan waits for the last parallel stage unless a later scan reads it."""
+    """Parallel work waits for the last parallel stage unless a scan reads it: there it meets its like."""
     order = program.nodes()
+    cheap = _recomputable(program)
     last = max(s + s % 2 for s in stage.values())
     readers: dict[Node, list[Node]] = {}
     for n in order:
@@ -174,6 +176,8 @@ def _latest(program: Program, stage: dict[Node, int]) -> dict[Node, int]:
         if stage[n] >= 2 and stage[n] % 2 == 0:
             nearest = min((stage[r] for r in readers.get(n, [])), default=last)
             stage[n] = nearest - nearest % 2
+        elif stage[n] == 0 and n in readers and n not in cheap and all(stage[r] == last for r in readers[n]):
+            stage[n] = last
     return stage
 
 
@@ -199,12 +203,18 @@ def _placement(program: Program, stage: dict[Node, int], cheap: set[Node]) -> di
             summed.add(n)
         behind = OPS[n.op].cost != "cheap" and not has(n, "V") and any(a in summed for a in mates)
         part[n] = max([part[a] for a in mates] + [int(behind and stage[n] > 0 and stage[n] % 2 == 0)])
+    apart = _own_launch(program, stage)
+    for n in order:
+        if stage[n] == 0 and not is_leaf(n):
+            part[n] = int(n in apart)
     results = {n for _, n in program.outputs}
     readers: dict[Node, list[Node]] = {}
     for n in order:
         for a in n.args:
             readers.setdefault(a, []).append(n)
     for n in reversed(order):
+        if stage[n] == 0:
+            continue
         mates = [r for r in readers.get(n, []) if stage[r] == stage[n]]
         sinkable = OPS[n.op].cost == "cheap" and not has(n, "V") and n not in results and n not in cheap
         # A value that takes the place of the contraction it reads costs no more to store.
@@ -215,6 +225,27 @@ def _placement(program: Program, stage: dict[Node, int], cheap: set[Node]) -> di
         if stage[n] % 2 == 0 and stage[n] > 0 and not has(n, "V") and OPS[n.op].cost == "cheap" and not is_leaf(n):
             part[n] = max([p for m, p in part.items() if stage[m] == stage[n]])
     return {n: (stage[n], part[n]) for n in order}
+
+
+def _own_launch(program: Program, stage: Mapping[Node, int]) -> set[Node]:
+    """Rule 4: the work of the first parallel stage that hangs on one left operand's own inputs (the queries).
+
+    Two trees in one kernel share the decays but not the registers; apart, each keeps more blocks on the chip.
+    """
+    first = [n for n in program.nodes() if stage[n] == 0]
+    lefts = list(dict.fromkeys(n.args[0] for n in first if n.op == "gram"))
+    for left in lefts:
+        others = [a for n in first if n.op == "gram" and n.args[0] is not left for a in n.args]
+        shared = set(topological(others)) | {n.args[1] for n in first if n.op == "gram"}
+        own = {m for m in topological([left]) if m.op == "input" and m not in shared}
+        hanging: set[Node] = set()
+        for n in first:
+            if n in own or any(a in hanging for a in n.args):
+                hanging.add(n)
+        hanging -= own
+        if others and own and not any(n.op == "inverse" for n in hanging):
+            return hanging
+    return set()
 
 
 _KIND = {0: "prepare", 1: "scan", 2: "between", 3: "reverse", 4: "finish"}
@@ -401,14 +432,50 @@ def _word(n: Node, names: Mapping[Node, str]) -> str:
     return "x"
 
 
-def _options(**kernels: tuple[int, int, int, int]) -> tuple[tuple[str, tuple[int, int, int, int]], ...]:
+def _options(**kernels: tuple[int, int, int, int, int]) -> tuple[tuple[str, tuple[int, int, int, int, int]], ...]:
     return tuple(kernels.items())
 
 
-#: (bytes an element, largest K, tokens a chunk, ((kernel, (block of K, block of V, warps, stages)), ...)); first match
+#: (bytes an element, largest K, tokens a chunk, ((kernel, (block of K, block of V, warps, stages, most registers)), ...)); first match
 #: wins. A kernel that does not walk K takes all of it; a scan's stages follow from shared memory, up to the number here.
-CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int]], ...]], ...] = (
-    (2, 128, 64, _options(prepare=(64, 64, 4, 1), scan=(0, 64, 4, 3), reverse=(0, 64, 4, 3), finish=(0, 64, 8, 1), finish_1=(64, 64, 8, 1))),
-    (2, 256, 32, _options(prepare=(64, 32, 4, 1), scan=(0, 32, 4, 3), reverse=(0, 32, 4, 3), finish=(0, 32, 8, 1), finish_1=(64, 32, 8, 1))),
-    (4, 256, 16, _options(prepare=(64, 32, 4, 1), scan=(0, 32, 4, 3), reverse=(0, 32, 4, 3), finish=(0, 32, 4, 1), finish_1=(64, 32, 4, 1))),
+CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, int]], ...]], ...] = (
+    (
+        2,
+        128,
+        64,
+        _options(
+            prepare=(64, 64, 4, 1, 0),
+            prepare_1=(64, 64, 4, 1, 0),
+            scan=(0, 64, 4, 3, 0),
+            reverse=(0, 64, 4, 3, 0),
+            finish=(0, 64, 8, 1, 0),
+            finish_1=(64, 64, 8, 1, 0),
+        ),
+    ),
+    (
+        2,
+        256,
+        32,
+        _options(
+            prepare=(64, 32, 4, 1, 0),
+            prepare_1=(64, 32, 4, 1, 0),
+            scan=(0, 32, 4, 3, 0),
+            reverse=(0, 32, 4, 3, 0),
+            finish=(0, 32, 8, 1, 0),
+            finish_1=(64, 32, 8, 1, 0),
+        ),
+    ),
+    (
+        4,
+        256,
+        16,
+        _options(
+            prepare=(64, 32, 4, 1, 0),
+            prepare_1=(64, 32, 4, 1, 0),
+            scan=(0, 32, 4, 3, 0),
+            reverse=(0, 32, 4, 3, 0),
+            finish=(0, 32, 4, 1, 0),
+            finish_1=(64, 32, 4, 1, 0),
+        ),
+    ),
 )

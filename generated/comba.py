@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program 4399bbbc:
+# Comba: the erase key is an input of its own, program 9bdd1bf4:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba"]
 
-_NAME = "comba_4399bbbc"
+_NAME = "comba_9bdd1bf4"
 
 
 def _jit(function: Any) -> Any:
@@ -962,19 +962,20 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
         2,
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1),
-            "scan": (0, 64, 4, 3),
-            "reverse": (0, 64, 4, 3),
-            "finish": (0, 64, 8, 1),
-            "finish_1": (64, 64, 8, 1),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 4, 3, 0),
+            "reverse": (0, 64, 4, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -982,11 +983,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 8, 1),
-            "finish_1": (64, 32, 8, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (64, 32, 8, 1, 0),
         },
     ),
     (
@@ -994,11 +996,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         16,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 4, 1),
-            "finish_1": (64, 32, 4, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 4, 1, 0),
+            "finish_1": (64, 32, 4, 1, 0),
         },
     ),
 )
@@ -1012,7 +1015,7 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -1066,7 +1069,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
-        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
         BK, BV = _power(K), min(block_v, _power(V))
         if key in _WALK_K:
             BK = min(block_k, BK)
@@ -1075,6 +1078,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             tiles = size * C * (keys * BK + values * BV + squares * C)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+        if registers and torch.version.hip is None:
+            own[key]["maxnreg"] = registers
     return shared, own
 
 

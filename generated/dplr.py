@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 8f7ae3c0:
+# gated diagonal plus low rank, the master form, program 7c096994:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr"]
 
-_NAME = "dplr_8f7ae3c0"
+_NAME = "dplr_7c096994"
 
 
 def _jit(function: Any) -> Any:
@@ -291,16 +291,11 @@ def _store_rows(ptr, tile, r, x, stride, rows, WIDTH: tl.constexpr, FULL: tl.con
 
 @_jit
 def _forward_prepare(
-    q_ptr,
+    b_ptr,
+    a_ptr,
     g_ptr,
     k_ptr,
     v_ptr,
-    a_ptr,
-    b_ptr,
-    QL_out,
-    Aqk_out,
-    x5_out,
-    Aqa_out,
     E_out,
     Abk_out,
     U_out,
@@ -336,31 +331,21 @@ def _forward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    Aqk = tl.zeros([C, C, ], tl.float32)
-    Aqa = tl.zeros([C, C, ], tl.float32)
     N = tl.zeros([C, C, ], tl.float32)
     Abk = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # Aqk = gram(x, k; g, to, strict=False)
-        # Aqa = gram(x, a; g, to, strict=False)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # N = gram(b, a; g, to, strict=True)
         # Abk = gram(b, k; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(x, C, BK)
-        operand_1_16 = _blocks(k, C, BK)
-        operand_2_16 = _blocks(a, C, BK)
-        operand_3_16 = _blocks(b, C, BK)
-        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        operand_0_16 = _blocks(b, C, BK)
+        operand_1_16 = _blocks(a, C, BK)
+        operand_2_16 = _blocks(k, C, BK)
         N_16 = _block_zeros(C, 16)
         Abk_16 = _block_zeros(C, 16)
         for level in range(4):
@@ -369,35 +354,22 @@ def _forward_prepare(
             decayed_0 = (operand_0_16 * decay).to(DOT)
             decayed_1 = (operand_1_16 * decay).to(DOT)
             decayed_2 = (operand_2_16 * decay).to(DOT)
-            decayed_3 = (operand_3_16 * decay).to(DOT)
-            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
-            N_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Abk_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-        Aqk += _from_blocks(Aqk_16, C)
-        Aqa += _from_blocks(Aqa_16, C)
+            N_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Abk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
         N += _from_blocks(N_16, C)
         Abk += _from_blocks(Abk_16, C)
         for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (x * decay).to(DOT)
-            decayed_1 = (k * decay).to(DOT)
-            decayed_2 = (a * decay).to(DOT)
-            decayed_3 = (b * decay).to(DOT)
-            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-            N += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-            Abk += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            decayed_0 = (b * decay).to(DOT)
+            decayed_1 = (a * decay).to(DOT)
+            decayed_2 = (k * decay).to(DOT)
+            N += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Abk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
-        # x3 = exp(x2)
-        x3 = tl.exp(x2)
-        # QL = x * x3
-        QL = x * x3
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # BL = b * x3
-        BL = b * x3
+        # BL = b * exp(x2)
+        BL = b * tl.exp(x2)
         # x12 = sum[all](g)
         x12 = tl.sum(g, 0)
         # Gc = exp(x12)
@@ -413,9 +385,6 @@ def _forward_prepare(
         # AT = a * x15
         AT = a * x15
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-    if SAVE:
-        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     if SAVE:
         _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
     # E = inverse(N)
@@ -436,14 +405,104 @@ def _forward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x5 = Aqk @ v
-        x5 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         # x7 = Abk @ v
         x7 = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x7
         U = _dot(E, x7, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+
+
+@_jit
+def _forward_prepare_1(
+    q_ptr,
+    g_ptr,
+    k_ptr,
+    v_ptr,
+    a_ptr,
+    QL_out,
+    Aqk_out,
+    x5_out,
+    Aqa_out,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+    GATE_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SAVE: tl.constexpr,
+    NEED: tl.constexpr,
+):
+    """One program a chunk and head."""
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    in_c = row < T - start
+    Aqk = tl.zeros([C, C, ], tl.float32)
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqk = gram(x, k; g, to, strict=False)
+        # Aqa = gram(x, a; g, to, strict=False)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        operand_2_16 = _blocks(a, C, BK)
+        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqk += _from_blocks(Aqk_16, C)
+        Aqa += _from_blocks(Aqa_16, C)
+        for level in range(4, LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            decayed_2 = (a * decay).to(DOT)
+            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+        # x2 = sum[to](g)
+        x2 = _sums(_keep_to(row), g, GATE_PARTS)
+        # QL = x * exp(x2)
+        QL = x * tl.exp(x2)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+    if SAVE:
+        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x5 = Aqk @ v
+        x5 = _dot(Aqk, v, DOT, PRECISION)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -544,23 +603,16 @@ def _backward_prepare(
     E_ptr,
     b_ptr,
     g_ptr,
+    a_ptr,
+    Aqa_ptr,
     do_ptr,
     k_ptr,
     q_ptr,
-    a_ptr,
-    Aqa_ptr,
-    Aqk_ptr,
     U_out,
     W_out,
-    x10_out,
-    x14_out,
-    x24_out,
-    x26_out,
     AT_out,
     x30_out,
     KT_out,
-    U2_out,
-    x38_out,
     Gc_out,
     QL_out,
     scale,
@@ -592,10 +644,6 @@ def _backward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
-    # U2 = E @ Abk
-    U2 = _dot(E, Abk, DOT, PRECISION)
-    _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -629,9 +677,8 @@ def _backward_prepare(
         # QL = (scale * q) * x3
         QL = (scale * q) * x3
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    dAqk = tl.zeros([C, C, ], tl.float32)
+    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -642,62 +689,11 @@ def _backward_prepare(
         U = _dot(E, x, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # dAqk = do @ v^T
-        dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         # x29 = Aqa^T @ do
         x29 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # x30 = -x29
         x30 = -x29
         _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
-        # x38 = Aqk^T @ do
-        x38 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x38_out + tile * C * V, x38, row, col_v, V, C, V, V % BV == 0)
-    # x9 = diagonal(dAqk)
-    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    for k0 in range(0, K, BK):
-        col_k = k0 + tl.arange(0, BK)
-        in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x23 = scale * q
-        x23 = scale * q
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x14 = tl.zeros([C, BK, ], tl.float32)
-        x26 = tl.zeros([C, BK, ], tl.float32)
-        # x14 -= gram_dx(dAqk, k; g, to, strict=True)
-        # x26 = gram_dy(dAqk, x23; g, to, strict=True)
-        g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(k, C, BK)
-        operand_1_16 = _blocks(x23, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqk, C)
-        x14_16 = _block_zeros(C, BK)
-        x26_16 = _block_zeros(C, BK)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
-            x14_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x26_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
-        x14 += tl.reshape(x14_16, [C, BK])
-        x26 += tl.reshape(x26_16, [C, BK])
-        for level in range(4, LEVELS):
-            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-            edge = _edge(row, level)
-            decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x23 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, dAqk, 0.0).to(DOT)
-            x14 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x26 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
-        _store_rows(x14_out + tile * C * K, x14, row, col_k, K, C, K, K % BK == 0)
-        _store_rows(x26_out + tile * C * K, x26, row, col_k, K, C, K, K % BK == 0)
-        # x10 = x9 * k
-        x10 = x9[:, None] * k
-        _store_rows(x10_out + tile * C * K, x10, row, col_k, K, C, K, K % BK == 0)
-        # x24 = x9 * x23
-        x24 = x9[:, None] * x23
-        _store_rows(x24_out + tile * C * K, x24, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -856,17 +852,18 @@ def _backward_reverse(
 def _backward_finish(
     do_ptr,
     x5_ptr,
+    v_ptr,
     S_ptr,
     g_ptr,
-    v_ptr,
     dS_ptr,
     E_ptr,
     x31_ptr,
     KT_ptr,
-    U2_ptr,
-    x38_ptr,
+    Abk_ptr,
+    Aqk_ptr,
     Gc_ptr,
     x6_out,
+    dAqk_out,
     x18_out,
     x22_out,
     dAbk_out,
@@ -905,13 +902,17 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
+    # U2 = E @ Abk
+    U2 = _dot(E, Abk, DOT, PRECISION)
     x6 = tl.zeros([C, C, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     dAbk = tl.zeros([C, C, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     x40 = tl.zeros([C, BK, ], tl.float32)
     x45 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
@@ -923,10 +924,12 @@ def _backward_finish(
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = do @ x5^T
         x6 += _dot(do, tl.trans(x5), DOT, PRECISION)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # dAqk = do @ v^T
+        dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
@@ -939,7 +942,8 @@ def _backward_finish(
         x35 = _dot(KT, dS, DOT, PRECISION)
         # x36 = U2^T @ x31
         x36 = _dot(tl.trans(U2), x31, DOT, PRECISION)
-        x38 = _load_rows(x38_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x38 = Aqk^T @ do
+        x38 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x35 + x36) + x38
         dv = (x35 + x36) + x38
         if NEED & 4:
@@ -955,6 +959,7 @@ def _backward_finish(
         # dGc = sum_V(x72)
         dGc += tl.sum(x72, 1)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
     _store_rows(x45_out + tile * C * C, x45, row, row, C, C, C, True)
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
@@ -988,19 +993,16 @@ def _backward_finish(
 def _backward_finish_1(
     x6_ptr,
     a_ptr,
-    x10_ptr,
+    dAqk_ptr,
+    k_ptr,
     g_ptr,
-    x14_ptr,
     x18_ptr,
+    q_ptr,
     x22_ptr,
-    x24_ptr,
     dAbk_ptr,
     b_ptr,
-    x26_ptr,
-    q_ptr,
     x41_ptr,
     x45_ptr,
-    k_ptr,
     x49_ptr,
     x74_ptr,
     dq_out,
@@ -1039,6 +1041,9 @@ def _backward_finish_1(
     x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
     # x7 = diagonal(-x6)
     x7 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x9 = diagonal(dAqk)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
     x45 = _load_rows(x45_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -1049,29 +1054,32 @@ def _backward_finish_1(
         x23 = scale * q
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x12 = tl.zeros([C, BK, ], tl.float32)
-        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x33 = tl.zeros([C, BK, ], tl.float32)
-        x47 = tl.zeros([C, BK, ], tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x16 = tl.zeros([C, BK, ], tl.float32)
+        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x34 = tl.zeros([C, BK, ], tl.float32)
+        x47 = tl.zeros([C, BK, ], tl.float32)
         x54 = tl.zeros([C, BK, ], tl.float32)
-        # x12 = gram_dx(x6, a; g, to, strict=True)
+        # x16 -= gram_dx(x6, a; g, to, strict=True)
+        # x16 = gram_dx(dAqk, k; g, to, strict=True)
         # x54 -= gram_dx(x45, a; g, to, strict=True)
         # x54 = gram_dx(dAbk, k; g, to, strict=True)
-        # x33 = gram_dy(dAbk, b; g, to, strict=True)
+        # x34 = gram_dy(dAqk, x23; g, to, strict=True)
+        # x34 = gram_dy(dAbk, b; g, to, strict=True)
         # x47 = gram_dy(x6, x23; g, to, strict=True)
         # x47 = gram_dy(x45, b; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(a, C, BK)
-        operand_1_16 = _blocks(b, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
         operand_2_16 = _blocks(x23, C, BK)
-        operand_3_16 = _blocks(k, C, BK)
+        operand_3_16 = _blocks(b, C, BK)
         cotangent_0_16 = _diagonal_blocks(x6, C)
-        cotangent_1_16 = _diagonal_blocks(dAbk, C)
-        cotangent_2_16 = _diagonal_blocks(x45, C)
-        x12_16 = _block_zeros(C, BK)
+        cotangent_1_16 = _diagonal_blocks(dAqk, C)
+        cotangent_2_16 = _diagonal_blocks(dAbk, C)
+        cotangent_3_16 = _diagonal_blocks(x45, C)
+        x16_16 = _block_zeros(C, BK)
         x54_16 = _block_zeros(C, BK)
-        x33_16 = _block_zeros(C, BK)
+        x34_16 = _block_zeros(C, BK)
         x47_16 = _block_zeros(C, BK)
         for level in range(4):
             decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
@@ -1083,48 +1091,46 @@ def _backward_finish_1(
             cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
             cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
             cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
-            x12_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x54_16 -= decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
-            x54_16 += decay * _dot(cotangent_1, decayed_3, DOT, PRECISION)
-            x33_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_1, DOT, PRECISION)
+            cotangent_3 = tl.where(edge, cotangent_3_16, 0.0).to(DOT)
+            x16_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x16_16 += decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
+            x54_16 -= decay * _dot(cotangent_3, decayed_0, DOT, PRECISION)
+            x54_16 += decay * _dot(cotangent_2, decayed_1, DOT, PRECISION)
+            x34_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_2, DOT, PRECISION)
+            x34_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_3, DOT, PRECISION)
             x47_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_2, DOT, PRECISION)
-            x47_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_1, DOT, PRECISION)
-        x12 += tl.reshape(x12_16, [C, BK])
+            x47_16 += decay * _dot(tl.permute(cotangent_3, (0, 2, 1)), decayed_3, DOT, PRECISION)
+        x16 += tl.reshape(x16_16, [C, BK])
         x54 += tl.reshape(x54_16, [C, BK])
-        x33 += tl.reshape(x33_16, [C, BK])
+        x34 += tl.reshape(x34_16, [C, BK])
         x47 += tl.reshape(x47_16, [C, BK])
         for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (a * decay).to(DOT)
-            decayed_1 = (b * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
             decayed_2 = (x23 * decay).to(DOT)
-            decayed_3 = (k * decay).to(DOT)
+            decayed_3 = (b * decay).to(DOT)
             cotangent_0 = tl.where(edge, x6, 0.0).to(DOT)
-            cotangent_1 = tl.where(edge, dAbk, 0.0).to(DOT)
-            cotangent_2 = tl.where(edge, x45, 0.0).to(DOT)
-            x12 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x54 -= decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
-            x54 += decay * _dot(cotangent_1, decayed_3, DOT, PRECISION)
-            x33 += decay * _dot(tl.trans(cotangent_1), decayed_1, DOT, PRECISION)
+            cotangent_1 = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_2 = tl.where(edge, dAbk, 0.0).to(DOT)
+            cotangent_3 = tl.where(edge, x45, 0.0).to(DOT)
+            x16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x16 += decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
+            x54 -= decay * _dot(cotangent_3, decayed_0, DOT, PRECISION)
+            x54 += decay * _dot(cotangent_2, decayed_1, DOT, PRECISION)
+            x34 += decay * _dot(tl.trans(cotangent_1), decayed_2, DOT, PRECISION)
+            x34 += decay * _dot(tl.trans(cotangent_2), decayed_3, DOT, PRECISION)
             x47 += decay * _dot(tl.trans(cotangent_0), decayed_2, DOT, PRECISION)
-            x47 += decay * _dot(tl.trans(cotangent_2), decayed_1, DOT, PRECISION)
-        x14 = _load_rows(x14_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x16 = -(x12 + x14)
-        x16 = -(x12 + x14)
-        x10 = _load_rows(x10_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+            x47 += decay * _dot(tl.trans(cotangent_3), decayed_3, DOT, PRECISION)
         x18 = _load_rows(x18_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((((x7 * a) + x10) + x16) + x18) * scale
-        dq = ((((x7[:, None] * a) + x10) + x16) + x18) * scale
+        # dq = ((((x7 * a) + (x9 * k)) + x16) + x18) * scale
+        dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + x16) + x18) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x26 = _load_rows(x26_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x34 = x26 + x33
-        x34 = x26 + x33
         x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        x24 = _load_rows(x24_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = (x22 + x24) + x34
-        dk = (x22 + x24) + x34
+        # dk = (x22 + (x9 * x23)) + x34
+        dk = (x22 + (x9[:, None] * x23)) + x34
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
         x41 = _load_rows(x41_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1151,19 +1157,20 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
         2,
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1),
-            "scan": (0, 64, 4, 3),
-            "reverse": (0, 64, 4, 3),
-            "finish": (0, 64, 8, 1),
-            "finish_1": (64, 64, 8, 1),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 4, 3, 0),
+            "reverse": (0, 64, 4, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1171,11 +1178,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 8, 1),
-            "finish_1": (64, 32, 8, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (64, 32, 8, 1, 0),
         },
     ),
     (
@@ -1183,16 +1191,17 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         16,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 4, 1),
-            "finish_1": (64, 32, 4, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 4, 1, 0),
+            "finish_1": (64, 32, 4, 1, 0),
         },
     ),
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
-_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+_WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1201,7 +1210,7 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -1255,7 +1264,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
-        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
         BK, BV = _power(K), min(block_v, _power(V))
         if key in _WALK_K:
             BK = min(block_k, BK)
@@ -1264,6 +1273,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             tiles = size * C * (keys * BK + values * BV + squares * C)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+        if registers and torch.version.hip is None:
+            own[key]["maxnreg"] = registers
     return shared, own
 
 
@@ -1290,10 +1301,6 @@ def _forward_triton(
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     Abk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
@@ -1301,20 +1308,19 @@ def _forward_triton(
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
             B * NT * HV,
-            q,
+            b,
+            a,
             g,
             k,
             v,
-            a,
-            b,
-            QL,
-            Aqk,
-            x5,
-            Aqa,
             E,
             Abk,
             U,
@@ -1331,6 +1337,28 @@ def _forward_triton(
             NEED=-1,
             **shared,
             **own["forward.prepare"],
+        )
+        _launch(
+            _forward_prepare_1,
+            B * NT * HV,
+            q,
+            g,
+            k,
+            v,
+            a,
+            QL,
+            Aqk,
+            x5,
+            Aqa,
+            scale,
+            T,
+            NT,
+            H,
+            HV,
+            SAVE=save,
+            NEED=-1,
+            **shared,
+            **own["forward.prepare_1"],
         )
         _launch(
             _forward_scan,
@@ -1401,15 +1429,9 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x10 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x14 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x26 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x30 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x38 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1420,23 +1442,16 @@ def _backward_triton(
                 E,
                 b,
                 g,
+                a,
+                Aqa,
                 do,
                 k,
                 q,
-                a,
-                Aqa,
-                Aqk,
                 U,
                 W,
-                x10,
-                x14,
-                x24,
-                x26,
                 AT,
                 x30,
                 KT,
-                U2,
-                x38,
                 Gc,
                 QL,
                 scale,
@@ -1507,6 +1522,7 @@ def _backward_triton(
             )
         if needs & 63:
             x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x18 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1519,17 +1535,18 @@ def _backward_triton(
                 B * NT * HV,
                 do,
                 x5,
+                v,
                 kept_S,
                 g,
-                v,
                 kept_dS,
                 E,
                 x31,
                 KT,
-                U2,
-                x38,
+                Abk,
+                Aqk,
                 Gc,
                 x6,
+                dAqk,
                 x18,
                 x22,
                 dAbk,
@@ -1554,19 +1571,16 @@ def _backward_triton(
                 B * NT * HV,
                 x6,
                 a,
-                x10,
+                dAqk,
+                k,
                 g,
-                x14,
                 x18,
+                q,
                 x22,
-                x24,
                 dAbk,
                 b,
-                x26,
-                q,
                 x41,
                 x45,
-                k,
                 x49,
                 x74,
                 dq,
@@ -1739,22 +1753,14 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, a, b, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, a, b, g,))
-    # x = scale * q
-    x = scale * q
-    # x2 = sum[to](g)
-    x2 = _run(g, 'to')
-    # x3 = exp(x2)
-    x3 = torch.exp(x2)
-    # QL = x * x3
-    QL = x * x3
-    # Aqk = gram(x, k; g, to, strict=False)
-    Aqk = _gram(x, k, g, False, False)
-    # Aqa = gram(x, a; g, to, strict=False)
-    Aqa = _gram(x, a, g, False, False)
     # N = gram(b, a; g, to, strict=True)
     N = _gram(b, a, g, False, True)
     # Abk = gram(b, k; g, to, strict=True)
     Abk = _gram(b, k, g, False, True)
+    # x2 = sum[to](g)
+    x2 = _run(g, 'to')
+    # x3 = exp(x2)
+    x3 = torch.exp(x2)
     # x12 = sum[all](g)
     x12 = g.sum(-2)
     # Gc = exp(x12)
@@ -1771,12 +1777,20 @@ def _forward_torch(
     E = _inverse_of(N)
     # W = E @ (b * x3)
     W = E @ (b * x3)
-    # x5 = Aqk @ v
-    x5 = Aqk @ v
     # x7 = Abk @ v
     x7 = Abk @ v
     # U = E @ x7
     U = E @ x7
+    # x = scale * q
+    x = scale * q
+    # QL = x * x3
+    QL = x * x3
+    # Aqk = gram(x, k; g, to, strict=False)
+    Aqk = _gram(x, k, g, False, False)
+    # Aqa = gram(x, a; g, to, strict=False)
+    Aqa = _gram(x, a, g, False, False)
+    # x5 = Aqk @ v
+    x5 = Aqk @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
@@ -1843,18 +1857,12 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, a, b, g, = (_chunks(x, HV, C, dtype) for x in given)
-    if needs & 4:
-        # U2 = E @ Abk
-        U2 = E @ Abk
     # x2 = sum[to](g)
     x2 = _run(g, 'to')
     # x3 = exp(x2)
     x3 = torch.exp(x2)
     # W = E @ (b * x3)
     W = E @ (b * x3)
-    if needs & 126:
-        # x23 = scale * q
-        x23 = scale * q
     # x20 = sum[after](g)
     x20 = _run(g, 'after')
     # x21 = exp(x20)
@@ -1869,6 +1877,8 @@ def _backward_torch(
     # Gc = exp(x73)
     Gc = torch.exp(x73)
     if needs & 126:
+        # x23 = scale * q
+        x23 = scale * q
         # QL = x23 * x3
         QL = x23 * x3
     if needs & 57:
@@ -1876,34 +1886,11 @@ def _backward_torch(
         x = Abk @ v
         # U = E @ x
         U = E @ x
-    if needs & 35:
-        # dAqk = do @ v^T
-        dAqk = do @ v.mT
     if needs & 126:
         # x29 = Aqa^T @ do
         x29 = Aqa.mT @ do
         # x30 = -x29
         x30 = -x29
-    if needs & 4:
-        # x38 = Aqk^T @ do
-        x38 = Aqk.mT @ do
-    if needs & 3:
-        # x9 = diagonal(dAqk)
-        x9 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 1:
-        # x10 = x9 * k
-        x10 = x9[..., :, None] * k
-    if needs & 33:
-        # x13 = gram_dx(dAqk, k; g, to, strict=True)
-        x13 = _gram_dx(dAqk, k, g, False)
-        # x14 = -x13
-        x14 = -x13
-    if needs & 2:
-        # x24 = x9 * x23
-        x24 = x9[..., :, None] * x23
-    if needs & 34:
-        # x26 = gram_dy(dAqk, x23; g, to, strict=True)
-        x26 = _gram_dy(dAqk, x23, g, False)
     if needs & 57:
         S = state
         x5_all: list[Tensor] = []
@@ -1958,9 +1945,15 @@ def _backward_torch(
         end_dS = dS
         x31 = _stack(x31_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 4:
+        # U2 = E @ Abk
+        U2 = E @ Abk
     if needs & 41:
         # x6 = do @ x5^T
         x6 = do @ x5.mT
+    if needs & 35:
+        # dAqk = do @ v^T
+        dAqk = do @ v.mT
     if needs & 33:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1978,6 +1971,8 @@ def _backward_torch(
         x35 = KT @ dS
         # x36 = U2^T @ x31
         x36 = U2.mT @ x31
+        # x38 = Aqk^T @ do
+        x38 = Aqk.mT @ do
         # dv = (x35 + x36) + x38
         dv = (x35 + x36) + x38
     if needs & 40:
@@ -2012,22 +2007,29 @@ def _backward_torch(
     if needs & 9:
         # x7 = diagonal(-x6)
         x7 = (-x6).diagonal(dim1=-2, dim2=-1)
+    if needs & 3:
+        # x9 = diagonal(dAqk)
+        x9 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 33:
         # x12 = gram_dx(x6, a; g, to, strict=True)
         x12 = _gram_dx(x6, a, g, False)
-        # x16 = -(x12 + x14)
-        x16 = -(x12 + x14)
+        # x13 = gram_dx(dAqk, k; g, to, strict=True)
+        x13 = _gram_dx(dAqk, k, g, False)
+        # x16 = -(x12 + -x13)
+        x16 = -(x12 + (-x13))
     if needs & 1:
-        # dq = ((((x7 * a) + x10) + x16) + x18) * scale
-        dq = ((((x7[..., :, None] * a) + x10) + x16) + x18) * scale
+        # dq = ((((x7 * a) + (x9 * k)) + x16) + x18) * scale
+        dq = ((((x7[..., :, None] * a) + (x9[..., :, None] * k)) + x16) + x18) * scale
     if needs & 34:
+        # x26 = gram_dy(dAqk, x23; g, to, strict=True)
+        x26 = _gram_dy(dAqk, x23, g, False)
         # x33 = gram_dy(dAbk, b; g, to, strict=True)
         x33 = _gram_dy(dAbk, b, g, False)
         # x34 = x26 + x33
         x34 = x26 + x33
     if needs & 2:
-        # dk = (x22 + x24) + x34
-        dk = (x22 + x24) + x34
+        # dk = (x22 + (x9 * x23)) + x34
+        dk = (x22 + (x9[..., :, None] * x23)) + x34
     if needs & 40:
         # x44 = gram_dy(x6, x23; g, to, strict=True)
         x44 = _gram_dy(x6, x23, g, False)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 14170b63:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 5c350dd5:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_14170b63"
+_NAME = "dplr_absorbed_5c350dd5"
 
 
 def _jit(function: Any) -> Any:
@@ -291,16 +291,11 @@ def _store_rows(ptr, tile, r, x, stride, rows, WIDTH: tl.constexpr, FULL: tl.con
 
 @_jit
 def _forward_prepare(
-    q_ptr,
+    d_ptr,
+    a_ptr,
     g_ptr,
     k_ptr,
     v_ptr,
-    a_ptr,
-    d_ptr,
-    QL_out,
-    Aqk_out,
-    x5_out,
-    Aqa_out,
     E_out,
     Abk_out,
     U_out,
@@ -336,66 +331,43 @@ def _forward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    Aqk = tl.zeros([C, C, ], tl.float32)
-    Aqa = tl.zeros([C, C, ], tl.float32)
     N = tl.zeros([C, C, ], tl.float32)
     Abk = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # Aqk = gram(x, k; g, to, strict=False)
-        # Aqa = gram(x, a; g, to, strict=False)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # N = gram(d, a; g, before, strict=True)
         # Abk = gram(d, k; g, before, strict=True)
         g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(x, C, BK)
-        operand_1_16 = _blocks(k, C, BK)
-        operand_2_16 = _blocks(a, C, BK)
-        operand_3_16 = _blocks(d, C, BK)
-        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        operand_0_16 = _blocks(d, C, BK)
+        operand_1_16 = _blocks(a, C, BK)
+        operand_2_16 = _blocks(k, C, BK)
         N_16 = _block_zeros(C, 16)
         Abk_16 = _block_zeros(C, 16)
         for level in range(4):
             decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
             decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
             edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_0 = (operand_0_16 * decay_before).to(DOT)
             decayed_1 = (operand_1_16 * decay).to(DOT)
             decayed_2 = (operand_2_16 * decay).to(DOT)
-            decayed_3 = (operand_3_16 * decay_before).to(DOT)
-            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
-            N_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Abk_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-        Aqk += _from_blocks(Aqk_16, C)
-        Aqa += _from_blocks(Aqa_16, C)
+            N_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Abk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
         N += _from_blocks(N_16, C)
         Abk += _from_blocks(Abk_16, C)
         for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (x * decay).to(DOT)
-            decayed_1 = (k * decay).to(DOT)
-            decayed_2 = (a * decay).to(DOT)
-            decayed_3 = (d * decay_before).to(DOT)
-            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-            N += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-            Abk += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-        # x2 = sum[to](g)
-        x2 = _sums(_keep_to(row), g, GATE_PARTS)
-        # QL = x * exp(x2)
-        QL = x * tl.exp(x2)
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+            decayed_0 = (d * decay_before).to(DOT)
+            decayed_1 = (a * decay).to(DOT)
+            decayed_2 = (k * decay).to(DOT)
+            N += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Abk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         # x8 = sum[before](g)
         x8 = _sums(_keep_before(row), g, GATE_PARTS)
         # BL = d * exp(x8)
@@ -416,9 +388,6 @@ def _forward_prepare(
         AT = a * x17
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
-        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
-    if SAVE:
         _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
     # E = inverse(N)
     E = _inverse(N, row, C, LEVELS, SOLVE)
@@ -438,14 +407,104 @@ def _forward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x5 = Aqk @ v
-        x5 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         # x7 = Abk @ v
         x7 = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x7
         U = _dot(E, x7, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+
+
+@_jit
+def _forward_prepare_1(
+    q_ptr,
+    g_ptr,
+    k_ptr,
+    v_ptr,
+    a_ptr,
+    QL_out,
+    Aqk_out,
+    x5_out,
+    Aqa_out,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+    GATE_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SAVE: tl.constexpr,
+    NEED: tl.constexpr,
+):
+    """One program a chunk and head."""
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    in_c = row < T - start
+    Aqk = tl.zeros([C, C, ], tl.float32)
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqk = gram(x, k; g, to, strict=False)
+        # Aqa = gram(x, a; g, to, strict=False)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        operand_2_16 = _blocks(a, C, BK)
+        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqk += _from_blocks(Aqk_16, C)
+        Aqa += _from_blocks(Aqa_16, C)
+        for level in range(4, LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            decayed_2 = (a * decay).to(DOT)
+            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+        # x2 = sum[to](g)
+        x2 = _sums(_keep_to(row), g, GATE_PARTS)
+        # QL = x * exp(x2)
+        QL = x * tl.exp(x2)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+    if SAVE:
+        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x5 = Aqk @ v
+        x5 = _dot(Aqk, v, DOT, PRECISION)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -546,23 +605,16 @@ def _backward_prepare(
     E_ptr,
     d_ptr,
     g_ptr,
+    a_ptr,
+    Aqa_ptr,
     do_ptr,
     k_ptr,
     q_ptr,
-    a_ptr,
-    Aqa_ptr,
-    Aqk_ptr,
     U_out,
     W_out,
-    x10_out,
-    x14_out,
-    x26_out,
-    x28_out,
     AT_out,
     x32_out,
     KT_out,
-    U2_out,
-    x40_out,
     Gc_out,
     QL_out,
     scale,
@@ -594,10 +646,6 @@ def _backward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
-    # U2 = E @ Abk
-    U2 = _dot(E, Abk, DOT, PRECISION)
-    _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -631,9 +679,8 @@ def _backward_prepare(
         # QL = (scale * q) * exp(x18)
         QL = (scale * q) * tl.exp(x18)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    dAqk = tl.zeros([C, C, ], tl.float32)
+    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -644,62 +691,11 @@ def _backward_prepare(
         U = _dot(E, x, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # dAqk = do @ v^T
-        dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         # x31 = Aqa^T @ do
         x31 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # x32 = -x31
         x32 = -x31
         _store_rows(x32_out + tile * C * V, x32, row, col_v, V, C, V, V % BV == 0)
-        # x40 = Aqk^T @ do
-        x40 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x40_out + tile * C * V, x40, row, col_v, V, C, V, V % BV == 0)
-    # x9 = diagonal(dAqk)
-    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    for k0 in range(0, K, BK):
-        col_k = k0 + tl.arange(0, BK)
-        in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x25 = scale * q
-        x25 = scale * q
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x14 = tl.zeros([C, BK, ], tl.float32)
-        x28 = tl.zeros([C, BK, ], tl.float32)
-        # x14 -= gram_dx(dAqk, k; g, to, strict=True)
-        # x28 = gram_dy(dAqk, x25; g, to, strict=True)
-        g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(k, C, BK)
-        operand_1_16 = _blocks(x25, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqk, C)
-        x14_16 = _block_zeros(C, BK)
-        x28_16 = _block_zeros(C, BK)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
-            x14_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x28_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
-        x14 += tl.reshape(x14_16, [C, BK])
-        x28 += tl.reshape(x28_16, [C, BK])
-        for level in range(4, LEVELS):
-            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-            edge = _edge(row, level)
-            decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x25 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, dAqk, 0.0).to(DOT)
-            x14 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x28 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
-        _store_rows(x14_out + tile * C * K, x14, row, col_k, K, C, K, K % BK == 0)
-        _store_rows(x28_out + tile * C * K, x28, row, col_k, K, C, K, K % BK == 0)
-        # x10 = x9 * k
-        x10 = x9[:, None] * k
-        _store_rows(x10_out + tile * C * K, x10, row, col_k, K, C, K, K % BK == 0)
-        # x26 = x9 * x25
-        x26 = x9[:, None] * x25
-        _store_rows(x26_out + tile * C * K, x26, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -858,17 +854,18 @@ def _backward_reverse(
 def _backward_finish(
     do_ptr,
     x5_ptr,
+    v_ptr,
     S_ptr,
     g_ptr,
-    v_ptr,
     dS_ptr,
     E_ptr,
     x33_ptr,
     KT_ptr,
-    U2_ptr,
-    x40_ptr,
+    Abk_ptr,
+    Aqk_ptr,
     Gc_ptr,
     x6_out,
+    dAqk_out,
     x20_out,
     x24_out,
     dAbk_out,
@@ -907,13 +904,17 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
+    # U2 = E @ Abk
+    U2 = _dot(E, Abk, DOT, PRECISION)
     x6 = tl.zeros([C, C, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     dAbk = tl.zeros([C, C, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     x42 = tl.zeros([C, BK, ], tl.float32)
     x47 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
@@ -925,10 +926,12 @@ def _backward_finish(
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = do @ x5^T
         x6 += _dot(do, tl.trans(x5), DOT, PRECISION)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # dAqk = do @ v^T
+        dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
@@ -941,7 +944,8 @@ def _backward_finish(
         x37 = _dot(KT, dS, DOT, PRECISION)
         # x38 = U2^T @ x33
         x38 = _dot(tl.trans(U2), x33, DOT, PRECISION)
-        x40 = _load_rows(x40_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x40 = Aqk^T @ do
+        x40 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x37 + x38) + x40
         dv = (x37 + x38) + x40
         if NEED & 4:
@@ -957,6 +961,7 @@ def _backward_finish(
         # dGc = sum_V(x74)
         dGc += tl.sum(x74, 1)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
     _store_rows(x47_out + tile * C * C, x47, row, row, C, C, C, True)
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
@@ -990,19 +995,16 @@ def _backward_finish(
 def _backward_finish_1(
     x6_ptr,
     a_ptr,
-    x10_ptr,
+    dAqk_ptr,
+    k_ptr,
     g_ptr,
-    x14_ptr,
     x20_ptr,
+    q_ptr,
     x24_ptr,
-    x26_ptr,
     dAbk_ptr,
     d_ptr,
-    x28_ptr,
-    q_ptr,
     x43_ptr,
     x47_ptr,
-    k_ptr,
     x51_ptr,
     x76_ptr,
     dq_out,
@@ -1041,6 +1043,9 @@ def _backward_finish_1(
     x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
     # x7 = diagonal(-x6)
     x7 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x9 = diagonal(dAqk)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
     x47 = _load_rows(x47_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -1051,84 +1056,85 @@ def _backward_finish_1(
         x25 = scale * q
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x12 = tl.zeros([C, BK, ], tl.float32)
-        d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x35 = tl.zeros([C, BK, ], tl.float32)
-        x49 = tl.zeros([C, BK, ], tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x16 = tl.zeros([C, BK, ], tl.float32)
+        d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x36 = tl.zeros([C, BK, ], tl.float32)
+        x49 = tl.zeros([C, BK, ], tl.float32)
         x56 = tl.zeros([C, BK, ], tl.float32)
-        # x12 = gram_dx(x6, a; g, to, strict=True)
+        # x16 -= gram_dx(x6, a; g, to, strict=True)
+        # x16 = gram_dx(dAqk, k; g, to, strict=True)
         # x56 -= gram_dx(x47, a; g, before, strict=True)
         # x56 = gram_dx(dAbk, k; g, before, strict=True)
-        # x35 = gram_dy(dAbk, d; g, before, strict=True)
+        # x36 = gram_dy(dAqk, x25; g, to, strict=True)
+        # x36 = gram_dy(dAbk, d; g, before, strict=True)
         # x49 = gram_dy(x6, x25; g, to, strict=True)
         # x49 = gram_dy(x47, d; g, before, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(a, C, BK)
-        operand_1_16 = _blocks(d, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
         operand_2_16 = _blocks(x25, C, BK)
-        operand_3_16 = _blocks(k, C, BK)
+        operand_3_16 = _blocks(d, C, BK)
         cotangent_0_16 = _diagonal_blocks(x6, C)
-        cotangent_1_16 = _diagonal_blocks(dAbk, C)
-        cotangent_2_16 = _diagonal_blocks(x47, C)
-        x12_16 = _block_zeros(C, BK)
+        cotangent_1_16 = _diagonal_blocks(dAqk, C)
+        cotangent_2_16 = _diagonal_blocks(dAbk, C)
+        cotangent_3_16 = _diagonal_blocks(x47, C)
+        x16_16 = _block_zeros(C, BK)
         x56_16 = _block_zeros(C, BK)
-        x35_16 = _block_zeros(C, BK)
+        x36_16 = _block_zeros(C, BK)
         x49_16 = _block_zeros(C, BK)
         for level in range(4):
             decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
             decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
             edge = _edge(tl.arange(0, 16), level)[None, :, :]
             decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay_before).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
             decayed_2 = (operand_2_16 * decay).to(DOT)
-            decayed_3 = (operand_3_16 * decay).to(DOT)
+            decayed_3 = (operand_3_16 * decay_before).to(DOT)
             cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
             cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
             cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
-            x12_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x56_16 -= decay_before * _dot(cotangent_2, decayed_0, DOT, PRECISION)
-            x56_16 += decay_before * _dot(cotangent_1, decayed_3, DOT, PRECISION)
-            x35_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_1, DOT, PRECISION)
+            cotangent_3 = tl.where(edge, cotangent_3_16, 0.0).to(DOT)
+            x16_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x16_16 += decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
+            x56_16 -= decay_before * _dot(cotangent_3, decayed_0, DOT, PRECISION)
+            x56_16 += decay_before * _dot(cotangent_2, decayed_1, DOT, PRECISION)
+            x36_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_2, DOT, PRECISION)
+            x36_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_3, DOT, PRECISION)
             x49_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_2, DOT, PRECISION)
-            x49_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_1, DOT, PRECISION)
-        x12 += tl.reshape(x12_16, [C, BK])
+            x49_16 += decay * _dot(tl.permute(cotangent_3, (0, 2, 1)), decayed_3, DOT, PRECISION)
+        x16 += tl.reshape(x16_16, [C, BK])
         x56 += tl.reshape(x56_16, [C, BK])
-        x35 += tl.reshape(x35_16, [C, BK])
+        x36 += tl.reshape(x36_16, [C, BK])
         x49 += tl.reshape(x49_16, [C, BK])
         for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (a * decay).to(DOT)
-            decayed_1 = (d * decay_before).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
             decayed_2 = (x25 * decay).to(DOT)
-            decayed_3 = (k * decay).to(DOT)
+            decayed_3 = (d * decay_before).to(DOT)
             cotangent_0 = tl.where(edge, x6, 0.0).to(DOT)
-            cotangent_1 = tl.where(edge, dAbk, 0.0).to(DOT)
-            cotangent_2 = tl.where(edge, x47, 0.0).to(DOT)
-            x12 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x56 -= decay_before * _dot(cotangent_2, decayed_0, DOT, PRECISION)
-            x56 += decay_before * _dot(cotangent_1, decayed_3, DOT, PRECISION)
-            x35 += decay * _dot(tl.trans(cotangent_1), decayed_1, DOT, PRECISION)
+            cotangent_1 = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_2 = tl.where(edge, dAbk, 0.0).to(DOT)
+            cotangent_3 = tl.where(edge, x47, 0.0).to(DOT)
+            x16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x16 += decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
+            x56 -= decay_before * _dot(cotangent_3, decayed_0, DOT, PRECISION)
+            x56 += decay_before * _dot(cotangent_2, decayed_1, DOT, PRECISION)
+            x36 += decay * _dot(tl.trans(cotangent_1), decayed_2, DOT, PRECISION)
+            x36 += decay * _dot(tl.trans(cotangent_2), decayed_3, DOT, PRECISION)
             x49 += decay * _dot(tl.trans(cotangent_0), decayed_2, DOT, PRECISION)
-            x49 += decay * _dot(tl.trans(cotangent_2), decayed_1, DOT, PRECISION)
-        x14 = _load_rows(x14_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x16 = -(x12 + x14)
-        x16 = -(x12 + x14)
-        x10 = _load_rows(x10_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+            x49 += decay * _dot(tl.trans(cotangent_3), decayed_3, DOT, PRECISION)
         x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((((x7 * a) + x10) + x16) + x20) * scale
-        dq = ((((x7[:, None] * a) + x10) + x16) + x20) * scale
+        # dq = ((((x7 * a) + (x9 * k)) + x16) + x20) * scale
+        dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + x16) + x20) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x28 = _load_rows(x28_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x36 = x28 + x35
-        x36 = x28 + x35
         x24 = _load_rows(x24_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        x26 = _load_rows(x26_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = (x24 + x26) + x36
-        dk = (x24 + x26) + x36
+        # dk = (x24 + (x9 * x25)) + x36
+        dk = (x24 + (x9[:, None] * x25)) + x36
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
         x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1157,19 +1163,20 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
         2,
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1),
-            "scan": (0, 64, 4, 3),
-            "reverse": (0, 64, 4, 3),
-            "finish": (0, 64, 8, 1),
-            "finish_1": (64, 64, 8, 1),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 4, 3, 0),
+            "reverse": (0, 64, 4, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1177,11 +1184,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 8, 1),
-            "finish_1": (64, 32, 8, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (64, 32, 8, 1, 0),
         },
     ),
     (
@@ -1189,16 +1197,17 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         16,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 4, 1),
-            "finish_1": (64, 32, 4, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 4, 1, 0),
+            "finish_1": (64, 32, 4, 1, 0),
         },
     ),
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
-_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+_WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1207,7 +1216,7 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -1261,7 +1270,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
-        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
         BK, BV = _power(K), min(block_v, _power(V))
         if key in _WALK_K:
             BK = min(block_k, BK)
@@ -1270,6 +1279,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             tiles = size * C * (keys * BK + values * BV + squares * C)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+        if registers and torch.version.hip is None:
+            own[key]["maxnreg"] = registers
     return shared, own
 
 
@@ -1296,10 +1307,6 @@ def _forward_triton(
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     Abk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
@@ -1307,20 +1314,19 @@ def _forward_triton(
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
             B * NT * HV,
-            q,
+            d,
+            a,
             g,
             k,
             v,
-            a,
-            d,
-            QL,
-            Aqk,
-            x5,
-            Aqa,
             E,
             Abk,
             U,
@@ -1337,6 +1343,28 @@ def _forward_triton(
             NEED=-1,
             **shared,
             **own["forward.prepare"],
+        )
+        _launch(
+            _forward_prepare_1,
+            B * NT * HV,
+            q,
+            g,
+            k,
+            v,
+            a,
+            QL,
+            Aqk,
+            x5,
+            Aqa,
+            scale,
+            T,
+            NT,
+            H,
+            HV,
+            SAVE=save,
+            NEED=-1,
+            **shared,
+            **own["forward.prepare_1"],
         )
         _launch(
             _forward_scan,
@@ -1407,15 +1435,9 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x10 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x14 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x26 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x28 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x32 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x40 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1426,23 +1448,16 @@ def _backward_triton(
                 E,
                 d,
                 g,
+                a,
+                Aqa,
                 do,
                 k,
                 q,
-                a,
-                Aqa,
-                Aqk,
                 U,
                 W,
-                x10,
-                x14,
-                x26,
-                x28,
                 AT,
                 x32,
                 KT,
-                U2,
-                x40,
                 Gc,
                 QL,
                 scale,
@@ -1513,6 +1528,7 @@ def _backward_triton(
             )
         if needs & 63:
             x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1525,17 +1541,18 @@ def _backward_triton(
                 B * NT * HV,
                 do,
                 x5,
+                v,
                 kept_S,
                 g,
-                v,
                 kept_dS,
                 E,
                 x33,
                 KT,
-                U2,
-                x40,
+                Abk,
+                Aqk,
                 Gc,
                 x6,
+                dAqk,
                 x20,
                 x24,
                 dAbk,
@@ -1560,19 +1577,16 @@ def _backward_triton(
                 B * NT * HV,
                 x6,
                 a,
-                x10,
+                dAqk,
+                k,
                 g,
-                x14,
                 x20,
+                q,
                 x24,
-                x26,
                 dAbk,
                 d,
-                x28,
-                q,
                 x43,
                 x47,
-                k,
                 x51,
                 x76,
                 dq,
@@ -1745,16 +1759,6 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, a, d, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, a, d, g,))
-    # x = scale * q
-    x = scale * q
-    # x2 = sum[to](g)
-    x2 = _run(g, 'to')
-    # QL = x * exp(x2)
-    QL = x * torch.exp(x2)
-    # Aqk = gram(x, k; g, to, strict=False)
-    Aqk = _gram(x, k, g, False, False)
-    # Aqa = gram(x, a; g, to, strict=False)
-    Aqa = _gram(x, a, g, False, False)
     # N = gram(d, a; g, before, strict=True)
     N = _gram(d, a, g, True, True)
     # Abk = gram(d, k; g, before, strict=True)
@@ -1777,12 +1781,22 @@ def _forward_torch(
     E = _inverse_of(N)
     # W = E @ (d * exp(x8))
     W = E @ (d * torch.exp(x8))
-    # x5 = Aqk @ v
-    x5 = Aqk @ v
     # x7 = Abk @ v
     x7 = Abk @ v
     # U = E @ x7
     U = E @ x7
+    # x = scale * q
+    x = scale * q
+    # x2 = sum[to](g)
+    x2 = _run(g, 'to')
+    # QL = x * exp(x2)
+    QL = x * torch.exp(x2)
+    # Aqk = gram(x, k; g, to, strict=False)
+    Aqk = _gram(x, k, g, False, False)
+    # Aqa = gram(x, a; g, to, strict=False)
+    Aqa = _gram(x, a, g, False, False)
+    # x5 = Aqk @ v
+    x5 = Aqk @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
@@ -1849,18 +1863,12 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, a, d, g, = (_chunks(x, HV, C, dtype) for x in given)
-    if needs & 4:
-        # U2 = E @ Abk
-        U2 = E @ Abk
     # x2 = sum[before](g)
     x2 = _run(g, 'before')
     # x3 = exp(x2)
     x3 = torch.exp(x2)
     # W = E @ (d * x3)
     W = E @ (d * x3)
-    if needs & 126:
-        # x25 = scale * q
-        x25 = scale * q
     # x22 = sum[after](g)
     x22 = _run(g, 'after')
     # x23 = exp(x22)
@@ -1874,6 +1882,9 @@ def _backward_torch(
     x75 = g.sum(-2)
     # Gc = exp(x75)
     Gc = torch.exp(x75)
+    if needs & 126:
+        # x25 = scale * q
+        x25 = scale * q
     # x18 = sum[to](g)
     x18 = _run(g, 'to')
     # x19 = exp(x18)
@@ -1886,34 +1897,11 @@ def _backward_torch(
         x = Abk @ v
         # U = E @ x
         U = E @ x
-    if needs & 35:
-        # dAqk = do @ v^T
-        dAqk = do @ v.mT
     if needs & 126:
         # x31 = Aqa^T @ do
         x31 = Aqa.mT @ do
         # x32 = -x31
         x32 = -x31
-    if needs & 4:
-        # x40 = Aqk^T @ do
-        x40 = Aqk.mT @ do
-    if needs & 3:
-        # x9 = diagonal(dAqk)
-        x9 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 1:
-        # x10 = x9 * k
-        x10 = x9[..., :, None] * k
-    if needs & 33:
-        # x13 = gram_dx(dAqk, k; g, to, strict=True)
-        x13 = _gram_dx(dAqk, k, g, False)
-        # x14 = -x13
-        x14 = -x13
-    if needs & 2:
-        # x26 = x9 * x25
-        x26 = x9[..., :, None] * x25
-    if needs & 34:
-        # x28 = gram_dy(dAqk, x25; g, to, strict=True)
-        x28 = _gram_dy(dAqk, x25, g, False)
     if needs & 57:
         S = state
         x5_all: list[Tensor] = []
@@ -1968,9 +1956,15 @@ def _backward_torch(
         end_dS = dS
         x33 = _stack(x33_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 4:
+        # U2 = E @ Abk
+        U2 = E @ Abk
     if needs & 41:
         # x6 = do @ x5^T
         x6 = do @ x5.mT
+    if needs & 35:
+        # dAqk = do @ v^T
+        dAqk = do @ v.mT
     if needs & 33:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1988,6 +1982,8 @@ def _backward_torch(
         x37 = KT @ dS
         # x38 = U2^T @ x33
         x38 = U2.mT @ x33
+        # x40 = Aqk^T @ do
+        x40 = Aqk.mT @ do
         # dv = (x37 + x38) + x40
         dv = (x37 + x38) + x40
     if needs & 40:
@@ -2022,22 +2018,29 @@ def _backward_torch(
     if needs & 9:
         # x7 = diagonal(-x6)
         x7 = (-x6).diagonal(dim1=-2, dim2=-1)
+    if needs & 3:
+        # x9 = diagonal(dAqk)
+        x9 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 33:
         # x12 = gram_dx(x6, a; g, to, strict=True)
         x12 = _gram_dx(x6, a, g, False)
-        # x16 = -(x12 + x14)
-        x16 = -(x12 + x14)
+        # x13 = gram_dx(dAqk, k; g, to, strict=True)
+        x13 = _gram_dx(dAqk, k, g, False)
+        # x16 = -(x12 + -x13)
+        x16 = -(x12 + (-x13))
     if needs & 1:
-        # dq = ((((x7 * a) + x10) + x16) + x20) * scale
-        dq = ((((x7[..., :, None] * a) + x10) + x16) + x20) * scale
+        # dq = ((((x7 * a) + (x9 * k)) + x16) + x20) * scale
+        dq = ((((x7[..., :, None] * a) + (x9[..., :, None] * k)) + x16) + x20) * scale
     if needs & 34:
+        # x28 = gram_dy(dAqk, x25; g, to, strict=True)
+        x28 = _gram_dy(dAqk, x25, g, False)
         # x35 = gram_dy(dAbk, d; g, before, strict=True)
         x35 = _gram_dy(dAbk, d, g, True)
         # x36 = x28 + x35
         x36 = x28 + x35
     if needs & 2:
-        # dk = (x24 + x26) + x36
-        dk = (x24 + x26) + x36
+        # dk = (x24 + (x9 * x25)) + x36
+        dk = (x24 + (x9[..., :, None] * x25)) + x36
     if needs & 40:
         # x46 = gram_dy(x6, x25; g, to, strict=True)
         x46 = _gram_dy(x6, x25, g, False)

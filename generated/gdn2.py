@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program af2b55b2:
+# Gated DeltaNet 2: erase and write gates a channel, program 958b8deb:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2"]
 
-_NAME = "gdn2_af2b55b2"
+_NAME = "gdn2_958b8deb"
 
 
 def _jit(function: Any) -> Any:
@@ -289,17 +289,14 @@ def _store_rows(ptr, tile, r, x, stride, rows, WIDTH: tl.constexpr, FULL: tl.con
 
 @_jit
 def _forward_prepare(
-    q_ptr,
+    e_ptr,
     k_ptr,
     g_ptr,
-    e_ptr,
     w_ptr,
     v_ptr,
-    Aqa_out,
     E_out,
     U_out,
     W_out,
-    QL_out,
     AT_out,
     Gc_out,
     scale,
@@ -330,54 +327,37 @@ def _forward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    Aqa = tl.zeros([C, C, ], tl.float32)
     Abk = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
         e = _load_rows(e_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x2 = e * k
         x2 = e * k
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # Aqa = gram(x, k; g, to, strict=False)
         # Abk = gram(x2, k; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(x, C, BK)
+        operand_0_16 = _blocks(x2, C, BK)
         operand_1_16 = _blocks(k, C, BK)
-        operand_2_16 = _blocks(x2, C, BK)
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
         Abk_16 = _block_zeros(C, 16)
         for level in range(4):
             decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
             edge = _edge(tl.arange(0, 16), level)[None, :, :]
             decayed_0 = (operand_0_16 * decay).to(DOT)
             decayed_1 = (operand_1_16 * decay).to(DOT)
-            decayed_2 = (operand_2_16 * decay).to(DOT)
-            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Abk_16 += tl.where(edge, _dot(decayed_2, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-        Aqa += _from_blocks(Aqa_16, C)
+            Abk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
         Abk += _from_blocks(Abk_16, C)
         for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (x * decay).to(DOT)
+            decayed_0 = (x2 * decay).to(DOT)
             decayed_1 = (k * decay).to(DOT)
-            decayed_2 = (x2 * decay).to(DOT)
-            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            Abk += tl.where(edge, _dot(decayed_2, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Abk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
         # x4 = sum[to](g)
         x4 = _sums(_keep_to(row), g, GATE_PARTS)
-        # x5 = exp(x4)
-        x5 = tl.exp(x4)
-        # BL = x2 * x5
-        BL = x2 * x5
-        # QL = x * x5
-        QL = x * x5
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # BL = x2 * exp(x4)
+        BL = x2 * tl.exp(x4)
         # x10 = sum[after](g)
         x10 = _sums(_keep_after(row), g, GATE_PARTS)
         # AT = k * exp(x10)
@@ -388,7 +368,6 @@ def _forward_prepare(
         # Gc = exp(x13)
         Gc = tl.exp(x13)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -419,6 +398,76 @@ def _forward_prepare(
         # U = E @ (w * v)
         U = _dot(E, (w * v), DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+
+
+@_jit
+def _forward_prepare_1(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    Aqa_out,
+    QL_out,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+    GATE_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SAVE: tl.constexpr,
+    NEED: tl.constexpr,
+):
+    """One program a chunk and head."""
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    in_c = row < T - start
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqa = gram(x, k; g, to, strict=False)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqa += _from_blocks(Aqa_16, C)
+        for level in range(4, LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+        # x4 = sum[to](g)
+        x4 = _sums(_keep_to(row), g, GATE_PARTS)
+        # QL = x * exp(x4)
+        QL = x * tl.exp(x4)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
 
 
 @_jit
@@ -986,19 +1035,20 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
         2,
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1),
-            "scan": (0, 64, 4, 3),
-            "reverse": (0, 64, 4, 3),
-            "finish": (0, 64, 8, 1),
-            "finish_1": (64, 64, 8, 1),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 4, 3, 0),
+            "reverse": (0, 64, 4, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1006,11 +1056,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 8, 1),
-            "finish_1": (64, 32, 8, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (64, 32, 8, 1, 0),
         },
     ),
     (
@@ -1018,16 +1069,17 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         16,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 4, 1),
-            "finish_1": (64, 32, 4, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 4, 1, 0),
+            "finish_1": (64, 32, 4, 1, 0),
         },
     ),
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
-_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+_WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [3, 1, 1],
@@ -1036,7 +1088,7 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -1090,7 +1142,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
-        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
         BK, BV = _power(K), min(block_v, _power(V))
         if key in _WALK_K:
             BK = min(block_k, BK)
@@ -1099,6 +1151,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             tiles = size * C * (keys * BK + values * BV + squares * C)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+        if registers and torch.version.hip is None:
+            own[key]["maxnreg"] = registers
     return shared, own
 
 
@@ -1125,28 +1179,25 @@ def _forward_triton(
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
             B * NT * HV,
-            q,
+            e,
             k,
             g,
-            e,
             w,
             v,
-            Aqa,
             E,
             U,
             W,
-            QL,
             AT,
             Gc,
             scale,
@@ -1158,6 +1209,24 @@ def _forward_triton(
             NEED=-1,
             **shared,
             **own["forward.prepare"],
+        )
+        _launch(
+            _forward_prepare_1,
+            B * NT * HV,
+            q,
+            k,
+            g,
+            Aqa,
+            QL,
+            scale,
+            T,
+            NT,
+            H,
+            HV,
+            SAVE=save,
+            NEED=-1,
+            **shared,
+            **own["forward.prepare_1"],
         )
         _launch(
             _forward_scan,
@@ -1530,10 +1599,6 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, e, w, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, e, w, g,))
-    # x = scale * q
-    x = scale * q
-    # Aqa = gram(x, k; g, to, strict=False)
-    Aqa = _gram(x, k, g, False, False)
     # x2 = e * k
     x2 = e * k
     # Abk = gram(x2, k; g, to, strict=True)
@@ -1542,8 +1607,6 @@ def _forward_torch(
     x4 = _run(g, 'to')
     # x5 = exp(x4)
     x5 = torch.exp(x4)
-    # QL = x * x5
-    QL = x * x5
     # x10 = sum[after](g)
     x10 = _run(g, 'after')
     # AT = k * exp(x10)
@@ -1558,6 +1621,12 @@ def _forward_torch(
     W = E @ (x2 * x5)
     # U = E @ (w * v)
     U = E @ (w * v)
+    # x = scale * q
+    x = scale * q
+    # Aqa = gram(x, k; g, to, strict=False)
+    Aqa = _gram(x, k, g, False, False)
+    # QL = x * x5
+    QL = x * x5
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):

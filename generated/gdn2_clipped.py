@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 31b4ef10:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 4fe0821e:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_31b4ef10"
+_NAME = "gdn2_clipped_4fe0821e"
 
 
 def _jit(function: Any) -> Any:
@@ -291,6 +291,201 @@ def _store_rows(ptr, tile, r, x, stride, rows, WIDTH: tl.constexpr, FULL: tl.con
 
 @_jit
 def _forward_prepare(
+    eta_ptr,
+    v_ptr,
+    k_ptr,
+    j_ptr,
+    g_ptr,
+    x30_out,
+    E_out,
+    Abk_out,
+    U_out,
+    W_out,
+    Gc_out,
+    KT_out,
+    AT_out,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+    GATE_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SAVE: tl.constexpr,
+    NEED: tl.constexpr,
+):
+    """One program a chunk and head."""
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    in_c = row < T - start
+    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    x4 = tl.zeros([C, ], tl.float32)
+    x7 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = eta * k
+        x2 = eta[:, None] * k
+        # x4 = sum_K((x2 * x2))
+        x4 += tl.sum((x2 * x2), 1)
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x7 = sum_K((j * j))
+        x7 += tl.sum((j * j), 1)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x30 = eta * v
+        x30 = eta[:, None] * v
+        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
+    # x5 = sqrt(x4)
+    x5 = tl.sqrt(x4)
+    # x8 = sqrt(x7)
+    x8 = tl.sqrt(x7)
+    x18 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = eta * k
+        x2 = eta[:, None] * k
+        # x3 = x2 * x2
+        x3 = x2 * x2
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x6 = j * j
+        x6 = j * j
+        # x16 = (x2 /0 x5) + -(j /0 x8)
+        x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
+        # x18 = sum_K((x16 * x16))
+        x18 += tl.sum((x16 * x16), 1)
+    # x9 = x5 * x8
+    x9 = x5 * x8
+    # x10 = x9 + -2
+    x10 = x9 + -2.0
+    # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2 * x9) * x18))))))
+    x25 = -tl.log((0.5 * (x9 + tl.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
+    x33 = tl.zeros([C, C, ], tl.float32)
+    x34 = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = eta * k
+        x2 = eta[:, None] * k
+        # x3 = x2 * x2
+        x3 = x2 * x2
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x6 = j * j
+        x6 = j * j
+        # x16 = (x2 /0 x5) + -(j /0 x8)
+        x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
+        # x17 = x16 * x16
+        x17 = x16 * x16
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x26 = min(g, x25)
+        x26 = tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None])
+        # x33 = gram(k, j; x26, to, strict=True)
+        # x34 = gram(k, k; x26, to, strict=True)
+        g_16 = _blocks(x26, C, BK)
+        operand_0_16 = _blocks(k, C, BK)
+        operand_1_16 = _blocks(j, C, BK)
+        x33_16 = _block_zeros(C, 16)
+        x34_16 = _block_zeros(C, 16)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            x33_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            x34_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_0, (0, 2, 1)), DOT, PRECISION), 0.0)
+        x33 += _from_blocks(x33_16, C)
+        x34 += _from_blocks(x34_16, C)
+        for level in range(4, LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), x26, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (k * decay).to(DOT)
+            decayed_1 = (j * decay).to(DOT)
+            x33 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            x34 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_0), DOT, PRECISION), 0.0)
+        # x27 = sum[to](x26)
+        x27 = _sums(_keep_to(row), x26, GATE_PARTS)
+        # BL = x2 * exp(x27)
+        BL = x2 * tl.exp(x27)
+        # x40 = sum[all](x26)
+        x40 = tl.sum(x26, 0)
+        # Gc = exp(x40)
+        Gc = tl.exp(x40)
+        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
+        # x42 = sum[after](x26)
+        x42 = _sums(_keep_after(row), x26, GATE_PARTS)
+        # x43 = exp(x42)
+        x43 = tl.exp(x42)
+        # KT = k * x43
+        KT = k * x43
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
+        # AT = j * x43
+        AT = j * x43
+        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+    # E = inverse((eta * x33))
+    E = _inverse((eta[:, None] * x33), row, C, LEVELS, SOLVE)
+    if SAVE:
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+    # Abk = eta * x34
+    Abk = eta[:, None] * x34
+    if SAVE:
+        _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x2 = eta * k
+        x2 = eta[:, None] * k
+        # x3 = x2 * x2
+        x3 = x2 * x2
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x6 = j * j
+        x6 = j * j
+        # x16 = (x2 /0 x5) + -(j /0 x8)
+        x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
+        # x17 = x16 * x16
+        x17 = x16 * x16
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x27 = sum[to](min(g, x25))
+        x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), GATE_PARTS)
+        # W = E @ (x2 * exp(x27))
+        W = _dot(E, (x2 * tl.exp(x27)), DOT, PRECISION)
+        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x30 = eta * v
+        x30 = eta[:, None] * v
+        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
+        # x35 = Abk @ x30
+        x35 = _dot(Abk, x30, DOT, PRECISION)
+        # U = E @ x35
+        U = _dot(E, x35, DOT, PRECISION)
+        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+
+
+@_jit
+def _forward_prepare_1(
     q_ptr,
     g_ptr,
     eta_ptr,
@@ -299,16 +494,8 @@ def _forward_prepare(
     v_ptr,
     QL_out,
     Aqk_out,
-    x30_out,
     x31_out,
     Aqa_out,
-    E_out,
-    Abk_out,
-    U_out,
-    W_out,
-    Gc_out,
-    KT_out,
-    AT_out,
     scale,
     T,
     NT,
@@ -360,7 +547,6 @@ def _forward_prepare(
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x30 = eta * v
         x30 = eta[:, None] * v
-        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
     # x5 = sqrt(x4)
     x5 = tl.sqrt(x4)
     # x8 = sqrt(x7)
@@ -389,8 +575,6 @@ def _forward_prepare(
     x25 = -tl.log((0.5 * (x9 + tl.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     Aqk = tl.zeros([C, C, ], tl.float32)
     Aqa = tl.zeros([C, C, ], tl.float32)
-    x33 = tl.zeros([C, C, ], tl.float32)
-    x34 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -414,16 +598,12 @@ def _forward_prepare(
         x26 = tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None])
         # Aqk = gram(x, k; x26, to, strict=False)
         # Aqa = gram(x, j; x26, to, strict=False)
-        # x33 = gram(k, j; x26, to, strict=True)
-        # x34 = gram(k, k; x26, to, strict=True)
         g_16 = _blocks(x26, C, BK)
         operand_0_16 = _blocks(x, C, BK)
         operand_1_16 = _blocks(k, C, BK)
         operand_2_16 = _blocks(j, C, BK)
         Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
         Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
-        x33_16 = _block_zeros(C, 16)
-        x34_16 = _block_zeros(C, 16)
         for level in range(4):
             decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
             edge = _edge(tl.arange(0, 16), level)[None, :, :]
@@ -432,12 +612,8 @@ def _forward_prepare(
             decayed_2 = (operand_2_16 * decay).to(DOT)
             Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
             Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
-            x33_16 += tl.where(edge, _dot(decayed_1, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
-            x34_16 += tl.where(edge, _dot(decayed_1, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
         Aqk += _from_blocks(Aqk_16, C)
         Aqa += _from_blocks(Aqa_16, C)
-        x33 += _from_blocks(x33_16, C)
-        x34 += _from_blocks(x34_16, C)
         for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), x26, GATE_PARTS))
             edge = _edge(row, level)
@@ -446,79 +622,21 @@ def _forward_prepare(
             decayed_2 = (j * decay).to(DOT)
             Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
             Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-            x33 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-            x34 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_1), DOT, PRECISION), 0.0)
         # x27 = sum[to](x26)
         x27 = _sums(_keep_to(row), x26, GATE_PARTS)
-        # x28 = exp(x27)
-        x28 = tl.exp(x27)
-        # QL = x * x28
-        QL = x * x28
+        # QL = x * exp(x27)
+        QL = x * tl.exp(x27)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # BL = x2 * x28
-        BL = x2 * x28
-        # x40 = sum[all](x26)
-        x40 = tl.sum(x26, 0)
-        # Gc = exp(x40)
-        Gc = tl.exp(x40)
-        tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x42 = sum[after](x26)
-        x42 = _sums(_keep_after(row), x26, GATE_PARTS)
-        # x43 = exp(x42)
-        x43 = tl.exp(x42)
-        # KT = k * x43
-        KT = k * x43
-        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # AT = j * x43
-        AT = j * x43
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
-    # E = inverse((eta * x33))
-    E = _inverse((eta[:, None] * x33), row, C, LEVELS, SOLVE)
-    if SAVE:
-        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
-    # Abk = eta * x34
-    Abk = eta[:, None] * x34
-    if SAVE:
-        _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
-    for k0 in range(0, K, BK):
-        col_k = k0 + tl.arange(0, BK)
-        in_k = col_k < K
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x2 = eta * k
-        x2 = eta[:, None] * k
-        # x3 = x2 * x2
-        x3 = x2 * x2
-        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x6 = j * j
-        x6 = j * j
-        # x16 = (x2 /0 x5) + -(j /0 x8)
-        x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
-        # x17 = x16 * x16
-        x17 = x16 * x16
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x27 = sum[to](min(g, x25))
-        x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), GATE_PARTS)
-        # W = E @ (x2 * exp(x27))
-        W = _dot(E, (x2 * tl.exp(x27)), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x30 = eta * v
-        x30 = eta[:, None] * v
-        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
-        # x31 = Aqk @ x30
-        x31 = _dot(Aqk, x30, DOT, PRECISION)
+        # x31 = Aqk @ (eta * v)
+        x31 = _dot(Aqk, (eta[:, None] * v), DOT, PRECISION)
         _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
-        # x35 = Abk @ x30
-        x35 = _dot(Abk, x30, DOT, PRECISION)
-        # U = E @ x35
-        U = _dot(E, x35, DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -621,23 +739,16 @@ def _backward_prepare(
     k_ptr,
     g_ptr,
     j_ptr,
+    Aqa_ptr,
     do_ptr,
     q_ptr,
-    Aqa_ptr,
-    Aqk_ptr,
     x_out,
     U_out,
     W_out,
-    x36_out,
-    x38_out,
-    x49_out,
-    x51_out,
     AT_out,
     x55_out,
     Gc_out,
     KT_out,
-    U2_out,
-    x154_out,
     QL_out,
     scale,
     T,
@@ -667,11 +778,6 @@ def _backward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
-    # U2 = E @ Abk
-    U2 = _dot(E, Abk, DOT, PRECISION)
-    _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
     eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     x5 = tl.zeros([C, ], tl.float32)
     x8 = tl.zeros([C, ], tl.float32)
@@ -689,9 +795,9 @@ def _backward_prepare(
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x48 = scale * q
         x48 = scale * q
-    dAqk = tl.zeros([C, C, ], tl.float32)
+    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -705,22 +811,15 @@ def _backward_prepare(
         U = _dot(E, x2, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # dAqk = do @ x^T
-        dAqk += _dot(do, tl.trans(x), DOT, PRECISION)
         # x54 = Aqa^T @ do
         x54 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # x55 = -x54
         x55 = -x54
         _store_rows(x55_out + tile * C * V, x55, row, col_v, V, C, V, V % BV == 0)
-        # x154 = Aqk^T @ do
-        x154 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x154_out + tile * C * V, x154, row, col_v, V, C, V, V % BV == 0)
     # x6 = sqrt(x5)
     x6 = tl.sqrt(x5)
     # x9 = sqrt(x8)
     x9 = tl.sqrt(x8)
-    # x35 = diagonal(dAqk)
-    x35 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     x19 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -737,13 +836,6 @@ def _backward_prepare(
         x17 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None])) + (-tl.where(x9[:, None] == 0, 0.0, j / tl.where(x9[:, None] == 0, 1.0, x9[:, None])))
         # x19 = sum_K((x17 * x17))
         x19 += tl.sum((x17 * x17), 1)
-        # x36 = x35 * k
-        x36 = x35[:, None] * k
-        _store_rows(x36_out + tile * C * K, x36, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x49 = x35 * (scale * q)
-        x49 = x35[:, None] * (scale * q)
-        _store_rows(x49_out + tile * C * K, x49, row, col_k, K, C, K, K % BK == 0)
     # x10 = x6 * x9
     x10 = x6 * x9
     # x11 = x10 + -2
@@ -768,39 +860,6 @@ def _backward_prepare(
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         # x27 = min(g, x26)
         x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x48 = scale * q
-        x48 = scale * q
-        x38 = tl.zeros([C, BK, ], tl.float32)
-        x51 = tl.zeros([C, BK, ], tl.float32)
-        # x38 = gram_dx(dAqk, k; x27, to, strict=True)
-        # x51 = gram_dy(dAqk, x48; x27, to, strict=True)
-        g_16 = _blocks(x27, C, BK)
-        operand_0_16 = _blocks(k, C, BK)
-        operand_1_16 = _blocks(x48, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqk, C)
-        x38_16 = _block_zeros(C, BK)
-        x51_16 = _block_zeros(C, BK)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
-            x38_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x51_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
-        x38 += tl.reshape(x38_16, [C, BK])
-        x51 += tl.reshape(x51_16, [C, BK])
-        for level in range(4, LEVELS):
-            decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
-            edge = _edge(row, level)
-            decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x48 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, dAqk, 0.0).to(DOT)
-            x38 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x51 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
-        _store_rows(x38_out + tile * C * K, x38, row, col_k, K, C, K, K % BK == 0)
-        _store_rows(x51_out + tile * C * K, x51, row, col_k, K, C, K, K % BK == 0)
         # x28 = sum[to](x27)
         x28 = _sums(_keep_to(row), x27, GATE_PARTS)
         # x29 = exp(x28)
@@ -823,8 +882,9 @@ def _backward_prepare(
         # KT = k * x46
         KT = k * x46
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # QL = x48 * x29
-        QL = x48 * x29
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # QL = (scale * q) * x29
+        QL = (scale * q) * x29
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
 
 
@@ -984,20 +1044,21 @@ def _backward_reverse(
 def _backward_finish(
     do_ptr,
     x31_ptr,
+    eta_ptr,
+    v_ptr,
     S_ptr,
     g_ptr,
-    eta_ptr,
     k_ptr,
     j_ptr,
-    v_ptr,
     dS_ptr,
     E_ptr,
     x56_ptr,
     Gc_ptr,
     KT_ptr,
-    U2_ptr,
-    x154_ptr,
+    Abk_ptr,
+    Aqk_ptr,
     x32_out,
+    dAqk_out,
     x43_out,
     x47_out,
     dAbk_out,
@@ -1037,18 +1098,22 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    x32 = tl.zeros([C, C, ], tl.float32)
-    dQL = tl.zeros([C, BK, ], tl.float32)
-    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    dKT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
+    # U2 = E @ Abk
+    U2 = _dot(E, Abk, DOT, PRECISION)
+    x32 = tl.zeros([C, C, ], tl.float32)
+    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
+    dQL = tl.zeros([C, BK, ], tl.float32)
+    dKT = tl.zeros([C, BK, ], tl.float32)
     dAbk = tl.zeros([C, C, ], tl.float32)
     x62 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
     x82 = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     x157 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -1057,12 +1122,14 @@ def _backward_finish(
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x32 = do @ x31^T
         x32 += _dot(do, tl.trans(x31), DOT, PRECISION)
-        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x = eta * v
         x = eta[:, None] * v
+        # dAqk = do @ x^T
+        dAqk += _dot(do, tl.trans(x), DOT, PRECISION)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
+        # dQL = do @ S^T
+        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = x @ dS^T
         dKT += _dot(x, tl.trans(dS), DOT, PRECISION)
@@ -1085,7 +1152,8 @@ def _backward_finish(
         x151 = _dot(KT, dS, DOT, PRECISION)
         # x152 = U2^T @ x56
         x152 = _dot(tl.trans(U2), x56, DOT, PRECISION)
-        x154 = _load_rows(x154_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x154 = Aqk^T @ do
+        x154 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # x155 = (x151 + x152) + x154
         x155 = (x151 + x152) + x154
         # dv = x155 * eta
@@ -1097,6 +1165,7 @@ def _backward_finish(
         # x157 = sum_V(x156)
         x157 += tl.sum(x156, 1)
     _store_rows(x32_out + tile * C * C, x32, row, row, C, C, C, True)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
     _store_rows(x62_out + tile * C * C, x62, row, row, C, C, C, True)
     tl.store(x157_out + tile * C + row, x157, mask=row < C)
@@ -1155,19 +1224,16 @@ def _backward_finish(
 def _backward_finish_1(
     x32_ptr,
     j_ptr,
-    x36_ptr,
+    dAqk_ptr,
+    k_ptr,
     g_ptr,
     eta_ptr,
-    k_ptr,
-    x38_ptr,
     x43_ptr,
+    q_ptr,
     x47_ptr,
-    x49_ptr,
     dAbk_ptr,
-    x51_ptr,
     x62_ptr,
     x66_ptr,
-    q_ptr,
     x83_ptr,
     x91_ptr,
     x157_ptr,
@@ -1245,30 +1311,34 @@ def _backward_finish_1(
     q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
     # x48 = scale * q
     x48 = scale * q
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
     x32 = _load_rows(x32_ptr + tile * C * C, row, row, C, C, C, True)
-    x40 = tl.zeros([C, BK, ], tl.float32)
+    x41 = tl.zeros([C, BK, ], tl.float32)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    x58 = tl.zeros([C, BK, ], tl.float32)
+    x59 = tl.zeros([C, BK, ], tl.float32)
     x62 = _load_rows(x62_ptr + tile * C * C, row, row, C, C, C, True)
     x65 = tl.zeros([C, BK, ], tl.float32)
     x74 = tl.zeros([C, BK, ], tl.float32)
-    # x40 -= gram_dx(x32, j; x27, to, strict=True)
+    # x41 = gram_dx(dAqk, k; x27, to, strict=True)
+    # x41 -= gram_dx(x32, j; x27, to, strict=True)
     # x65 = gram_dx(dAbk, k; x27, to, strict=True)
     # x65 -= gram_dx(x62, j; x27, to, strict=True)
-    # x58 = gram_dy(dAbk, x3; x27, to, strict=True)
+    # x59 = gram_dy(dAqk, x48; x27, to, strict=True)
+    # x59 = gram_dy(dAbk, x3; x27, to, strict=True)
     # x74 = gram_dy(x32, x48; x27, to, strict=True)
     # x74 = gram_dy(x62, x3; x27, to, strict=True)
     g_16 = _blocks(x27, C, BK)
-    operand_0_16 = _blocks(j, C, BK)
-    operand_1_16 = _blocks(x3, C, BK)
-    operand_2_16 = _blocks(k, C, BK)
-    operand_3_16 = _blocks(x48, C, BK)
-    cotangent_0_16 = _diagonal_blocks(x32, C)
-    cotangent_1_16 = _diagonal_blocks(dAbk, C)
-    cotangent_2_16 = _diagonal_blocks(x62, C)
-    x40_16 = _block_zeros(C, BK)
+    operand_0_16 = _blocks(k, C, BK)
+    operand_1_16 = _blocks(j, C, BK)
+    operand_2_16 = _blocks(x48, C, BK)
+    operand_3_16 = _blocks(x3, C, BK)
+    cotangent_0_16 = _diagonal_blocks(dAqk, C)
+    cotangent_1_16 = _diagonal_blocks(x32, C)
+    cotangent_2_16 = _diagonal_blocks(dAbk, C)
+    cotangent_3_16 = _diagonal_blocks(x62, C)
+    x41_16 = _block_zeros(C, BK)
     x65_16 = _block_zeros(C, BK)
-    x58_16 = _block_zeros(C, BK)
+    x59_16 = _block_zeros(C, BK)
     x74_16 = _block_zeros(C, BK)
     for level in range(4):
         decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
@@ -1280,46 +1350,47 @@ def _backward_finish_1(
         cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
         cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
         cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
-        x40_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-        x65_16 += decay * _dot(cotangent_1, decayed_2, DOT, PRECISION)
-        x65_16 -= decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
-        x58_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_1, DOT, PRECISION)
-        x74_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_3, DOT, PRECISION)
-        x74_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_1, DOT, PRECISION)
-    x40 += tl.reshape(x40_16, [C, BK])
+        cotangent_3 = tl.where(edge, cotangent_3_16, 0.0).to(DOT)
+        x41_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+        x41_16 -= decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
+        x65_16 += decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
+        x65_16 -= decay * _dot(cotangent_3, decayed_1, DOT, PRECISION)
+        x59_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_2, DOT, PRECISION)
+        x59_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_3, DOT, PRECISION)
+        x74_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_2, DOT, PRECISION)
+        x74_16 += decay * _dot(tl.permute(cotangent_3, (0, 2, 1)), decayed_3, DOT, PRECISION)
+    x41 += tl.reshape(x41_16, [C, BK])
     x65 += tl.reshape(x65_16, [C, BK])
-    x58 += tl.reshape(x58_16, [C, BK])
+    x59 += tl.reshape(x59_16, [C, BK])
     x74 += tl.reshape(x74_16, [C, BK])
     for level in range(4, LEVELS):
         decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
         edge = _edge(row, level)
-        decayed_0 = (j * decay).to(DOT)
-        decayed_1 = (x3 * decay).to(DOT)
-        decayed_2 = (k * decay).to(DOT)
-        decayed_3 = (x48 * decay).to(DOT)
-        cotangent_0 = tl.where(edge, x32, 0.0).to(DOT)
-        cotangent_1 = tl.where(edge, dAbk, 0.0).to(DOT)
-        cotangent_2 = tl.where(edge, x62, 0.0).to(DOT)
-        x40 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-        x65 += decay * _dot(cotangent_1, decayed_2, DOT, PRECISION)
-        x65 -= decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
-        x58 += decay * _dot(tl.trans(cotangent_1), decayed_1, DOT, PRECISION)
-        x74 += decay * _dot(tl.trans(cotangent_0), decayed_3, DOT, PRECISION)
-        x74 += decay * _dot(tl.trans(cotangent_2), decayed_1, DOT, PRECISION)
+        decayed_0 = (k * decay).to(DOT)
+        decayed_1 = (j * decay).to(DOT)
+        decayed_2 = (x48 * decay).to(DOT)
+        decayed_3 = (x3 * decay).to(DOT)
+        cotangent_0 = tl.where(edge, dAqk, 0.0).to(DOT)
+        cotangent_1 = tl.where(edge, x32, 0.0).to(DOT)
+        cotangent_2 = tl.where(edge, dAbk, 0.0).to(DOT)
+        cotangent_3 = tl.where(edge, x62, 0.0).to(DOT)
+        x41 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+        x41 -= decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
+        x65 += decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
+        x65 -= decay * _dot(cotangent_3, decayed_1, DOT, PRECISION)
+        x59 += decay * _dot(tl.trans(cotangent_0), decayed_2, DOT, PRECISION)
+        x59 += decay * _dot(tl.trans(cotangent_2), decayed_3, DOT, PRECISION)
+        x74 += decay * _dot(tl.trans(cotangent_1), decayed_2, DOT, PRECISION)
+        x74 += decay * _dot(tl.trans(cotangent_3), decayed_3, DOT, PRECISION)
     # x33 = diagonal(-x32)
     x33 = tl.sum(tl.where(row[:, None] == row[None, :], (-x32), 0.0), 1)
-    x38 = _load_rows(x38_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x41 = x38 + x40
-    x41 = x38 + x40
-    x36 = _load_rows(x36_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x35 = diagonal(dAqk)
+    x35 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dq = ((((x33 * j) + x36) + x41) + x43) * scale
-    dq = ((((x33[:, None] * j) + x36) + x41) + x43) * scale
+    # dq = ((((x33 * j) + (x35 * k)) + x41) + x43) * scale
+    dq = ((((x33[:, None] * j) + (x35[:, None] * k)) + x41) + x43) * scale
     if NEED & 1:
         _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-    x51 = _load_rows(x51_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x59 = x51 + x58
-    x59 = x51 + x58
     x66 = _load_rows(x66_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     # x80 = sum[from](((((x3 * (x65 + x66)) + (x48 * (x41 + x43))) + (j * x74)) + -(k * x59)))
     x80 = _running_from(((((x3 * (x65 + x66)) + (x48 * (x41 + x43))) + (j * x74)) + (-(k * x59))), row, EXACT)
@@ -1346,9 +1417,8 @@ def _backward_finish_1(
     x119 = ((-x99) + ((x102 * x19) * 2.0)) + (x102 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
     # x130 = (((((0.5 * (-x108 + (x119 * x9))) /0 x6) * (eta * (k + k))) + x66) + (x105 /0 x6)) + x65
     x130 = (((tl.where(x6 == 0, 0.0, (0.5 * ((-x108) + (x119 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + x66) + tl.where(x6[:, None] == 0, 0.0, x105 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x65
-    x49 = _load_rows(x49_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dk = ((x47 + x49) + x59) + (x130 * eta)
-    dk = ((x47 + x49) + x59) + (x130 * eta[:, None])
+    # dk = ((x47 + (x35 * x48)) + x59) + (x130 * eta)
+    dk = ((x47 + (x35[:, None] * x48)) + x59) + (x130 * eta[:, None])
     if NEED & 2:
         _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
     # x135 = sum_K((-(x105 * x15) /0 x9))
@@ -1373,19 +1443,20 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
         2,
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1),
-            "scan": (0, 64, 4, 3),
-            "reverse": (0, 64, 4, 3),
-            "finish": (0, 64, 8, 1),
-            "finish_1": (64, 64, 8, 1),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 4, 3, 0),
+            "reverse": (0, 64, 4, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1393,11 +1464,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 8, 1),
-            "finish_1": (64, 32, 8, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (64, 32, 8, 1, 0),
         },
     ),
     (
@@ -1405,16 +1477,17 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         16,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 4, 1),
-            "finish_1": (64, 32, 4, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 4, 1, 0),
+            "finish_1": (64, 32, 4, 1, 0),
         },
     ),
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish', 'backward.finish_1')
-_WALK_K = ('forward.prepare', 'backward.prepare')
+_WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1423,7 +1496,7 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -1477,7 +1550,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
-        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
         BK, BV = _power(K), min(block_v, _power(V))
         if key in _WALK_K:
             BK = min(block_k, BK)
@@ -1486,6 +1559,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             tiles = size * C * (keys * BK + values * BV + squares * C)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+        if registers and torch.version.hip is None:
+            own[key]["maxnreg"] = registers
     return shared, own
 
 
@@ -1512,11 +1587,7 @@ def _forward_triton(
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x30 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    x31 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     Abk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
@@ -1524,21 +1595,20 @@ def _forward_triton(
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x31 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
             B * NT * HV,
-            q,
-            g,
             eta,
+            v,
             k,
             j,
-            v,
-            QL,
-            Aqk,
+            g,
             x30,
-            x31,
-            Aqa,
             E,
             Abk,
             U,
@@ -1555,6 +1625,29 @@ def _forward_triton(
             NEED=-1,
             **shared,
             **own["forward.prepare"],
+        )
+        _launch(
+            _forward_prepare_1,
+            B * NT * HV,
+            q,
+            g,
+            eta,
+            k,
+            j,
+            v,
+            QL,
+            Aqk,
+            x31,
+            Aqa,
+            scale,
+            T,
+            NT,
+            H,
+            HV,
+            SAVE=save,
+            NEED=-1,
+            **shared,
+            **own["forward.prepare_1"],
         )
         _launch(
             _forward_scan,
@@ -1626,16 +1719,10 @@ def _backward_triton(
             x = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x36 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x38 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x51 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x55 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x154 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
                 _backward_prepare,
@@ -1647,23 +1734,16 @@ def _backward_triton(
                 k,
                 g,
                 j,
+                Aqa,
                 do,
                 q,
-                Aqa,
-                Aqk,
                 x,
                 U,
                 W,
-                x36,
-                x38,
-                x49,
-                x51,
                 AT,
                 x55,
                 Gc,
                 KT,
-                U2,
-                x154,
                 QL,
                 scale,
                 T,
@@ -1733,6 +1813,7 @@ def _backward_triton(
             )
         if needs & 63:
             x32 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x47 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1746,20 +1827,21 @@ def _backward_triton(
                 B * NT * HV,
                 do,
                 x31,
+                eta,
+                v,
                 kept_S,
                 g,
-                eta,
                 k,
                 j,
-                v,
                 kept_dS,
                 E,
                 x56,
                 Gc,
                 KT,
-                U2,
-                x154,
+                Abk,
+                Aqk,
                 x32,
+                dAqk,
                 x43,
                 x47,
                 dAbk,
@@ -1785,19 +1867,16 @@ def _backward_triton(
                 B * NT * HV,
                 x32,
                 j,
-                x36,
+                dAqk,
+                k,
                 g,
                 eta,
-                k,
-                x38,
                 x43,
+                q,
                 x47,
-                x49,
                 dAbk,
-                x51,
                 x62,
                 x66,
-                q,
                 x83,
                 x91,
                 x157,
@@ -1971,46 +2050,66 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, j, v, g, eta, = (_chunks(x, HV, C, dtype) for x in (q, k, j, v, g, eta,))
-    # x = scale * q
-    x = scale * q
     # x2 = eta * k
     x2 = eta[..., :, None] * k
-    # x4 = sum_K((x2 * x2))
-    x4 = (x2 * x2).sum(-1)
-    # x7 = sum_K((j * j))
-    x7 = (j * j).sum(-1)
+    # x3 = x2 * x2
+    x3 = x2 * x2
+    # x4 = sum_K(x3)
+    x4 = x3.sum(-1)
+    # x6 = j * j
+    x6 = j * j
+    # x7 = sum_K(x6)
+    x7 = x6.sum(-1)
     # x30 = eta * v
     x30 = eta[..., :, None] * v
     # x5 = sqrt(x4)
     x5 = torch.sqrt(x4)
     # x8 = sqrt(x7)
     x8 = torch.sqrt(x7)
-    # x16 = (x2 /0 x5) + -(j /0 x8)
-    x16 = torch.where(x5[..., :, None] == 0, 0, x2 / torch.where(x5[..., :, None] == 0, 1, x5[..., :, None])) + (-torch.where(x8[..., :, None] == 0, 0, j / torch.where(x8[..., :, None] == 0, 1, x8[..., :, None])))
-    # x18 = sum_K((x16 * x16))
-    x18 = (x16 * x16).sum(-1)
+    # x13 = x2 /0 x5
+    x13 = torch.where(x5[..., :, None] == 0, 0, x2 / torch.where(x5[..., :, None] == 0, 1, x5[..., :, None]))
+    # x14 = j /0 x8
+    x14 = torch.where(x8[..., :, None] == 0, 0, j / torch.where(x8[..., :, None] == 0, 1, x8[..., :, None]))
+    # x15 = -x14
+    x15 = -x14
+    # x16 = x13 + x15
+    x16 = x13 + x15
+    # x17 = x16 * x16
+    x17 = x16 * x16
+    # x18 = sum_K(x17)
+    x18 = x17.sum(-1)
     # x9 = x5 * x8
     x9 = x5 * x8
     # x10 = x9 + -2
     x10 = x9 + -2.0
-    # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2 * x9) * x18))))))
-    x25 = -torch.log((0.5 * (x9 + torch.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
+    # x11 = x10 * x10
+    x11 = x10 * x10
+    # x12 = 2 * x9
+    x12 = 2.0 * x9
+    # x19 = x12 * x18
+    x19 = x12 * x18
+    # x20 = x11 + x19
+    x20 = x11 + x19
+    # x21 = sqrt(x20)
+    x21 = torch.sqrt(x20)
+    # x22 = x9 + x21
+    x22 = x9 + x21
+    # x23 = 0.5 * x22
+    x23 = 0.5 * x22
+    # x24 = log(x23)
+    x24 = torch.log(x23)
+    # x25 = -x24
+    x25 = -x24
     # x26 = min(g, x25)
     x26 = torch.where(x25[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps, g, x25[..., :, None])
-    # x27 = sum[to](x26)
-    x27 = _run(x26, 'to')
-    # x28 = exp(x27)
-    x28 = torch.exp(x27)
-    # QL = x * x28
-    QL = x * x28
-    # Aqk = gram(x, k; x26, to, strict=False)
-    Aqk = _gram(x, k, x26, False, False)
-    # Aqa = gram(x, j; x26, to, strict=False)
-    Aqa = _gram(x, j, x26, False, False)
     # x33 = gram(k, j; x26, to, strict=True)
     x33 = _gram(k, j, x26, False, True)
     # x34 = gram(k, k; x26, to, strict=True)
     x34 = _gram(k, k, x26, False, True)
+    # x27 = sum[to](x26)
+    x27 = _run(x26, 'to')
+    # x28 = exp(x27)
+    x28 = torch.exp(x27)
     # x40 = sum[all](x26)
     x40 = x26.sum(-2)
     # Gc = exp(x40)
@@ -2029,12 +2128,20 @@ def _forward_torch(
     Abk = eta[..., :, None] * x34
     # W = E @ (x2 * x28)
     W = E @ (x2 * x28)
-    # x31 = Aqk @ x30
-    x31 = Aqk @ x30
     # x35 = Abk @ x30
     x35 = Abk @ x30
     # U = E @ x35
     U = E @ x35
+    # x = scale * q
+    x = scale * q
+    # QL = x * x28
+    QL = x * x28
+    # Aqk = gram(x, k; x26, to, strict=False)
+    Aqk = _gram(x, k, x26, False, False)
+    # Aqa = gram(x, j; x26, to, strict=False)
+    Aqa = _gram(x, j, x26, False, False)
+    # x31 = Aqk @ x30
+    x31 = Aqk @ x30
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
@@ -2101,9 +2208,6 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, j, v, g, eta, = (_chunks(x, HV, C, dtype) for x in given)
-    if needs & 40:
-        # U2 = E @ Abk
-        U2 = E @ Abk
     # x3 = eta * k
     x3 = eta[..., :, None] * k
     # x4 = x3 * x3
@@ -2124,23 +2228,15 @@ def _backward_torch(
         x2 = Abk @ x
         # U = E @ x2
         U = E @ x2
-        # dAqk = do @ x^T
-        dAqk = do @ x.mT
     if needs & 126:
         # x54 = Aqa^T @ do
         x54 = Aqa.mT @ do
         # x55 = -x54
         x55 = -x54
-    if needs & 40:
-        # x154 = Aqk^T @ do
-        x154 = Aqk.mT @ do
     # x6 = sqrt(x5)
     x6 = torch.sqrt(x5)
     # x9 = sqrt(x8)
     x9 = torch.sqrt(x8)
-    if needs & 3:
-        # x35 = diagonal(dAqk)
-        x35 = dAqk.diagonal(dim1=-2, dim2=-1)
     # x14 = x3 /0 x6
     x14 = torch.where(x6[..., :, None] == 0, 0, x3 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))
     # x15 = j /0 x9
@@ -2153,12 +2249,6 @@ def _backward_torch(
     x18 = x17 * x17
     # x19 = sum_K(x18)
     x19 = x18.sum(-1)
-    if needs & 1:
-        # x36 = x35 * k
-        x36 = x35[..., :, None] * k
-    if needs & 2:
-        # x49 = x35 * x48
-        x49 = x35[..., :, None] * x48
     # x10 = x6 * x9
     x10 = x6 * x9
     # x11 = x10 + -2
@@ -2189,12 +2279,6 @@ def _backward_torch(
     x29 = torch.exp(x28)
     # W = E @ (x3 * x29)
     W = E @ (x3 * x29)
-    if needs & 55:
-        # x38 = gram_dx(dAqk, k; x27, to, strict=True)
-        x38 = _gram_dx(dAqk, k, x27, False)
-    if needs & 54:
-        # x51 = gram_dy(dAqk, x48; x27, to, strict=True)
-        x51 = _gram_dy(dAqk, x48, x27, False)
     # x45 = sum[after](x27)
     x45 = _run(x27, 'after')
     # x46 = exp(x45)
@@ -2265,9 +2349,14 @@ def _backward_torch(
         end_dS = dS
         x56 = _stack(x56_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 40:
+        # U2 = E @ Abk
+        U2 = E @ Abk
     if needs & 55:
         # x32 = do @ x31^T
         x32 = do @ x31.mT
+        # dAqk = do @ x^T
+        dAqk = do @ x.mT
         # dQL = do @ S^T
         dQL = do @ S.mT
     if needs & 54:
@@ -2292,6 +2381,8 @@ def _backward_torch(
         x151 = KT @ dS
         # x152 = U2^T @ x56
         x152 = U2.mT @ x56
+        # x154 = Aqk^T @ do
+        x154 = Aqk.mT @ do
         # x155 = (x151 + x152) + x154
         x155 = (x151 + x152) + x154
     if needs & 8:
@@ -2317,15 +2408,22 @@ def _backward_torch(
     if needs & 5:
         # x33 = diagonal(-x32)
         x33 = (-x32).diagonal(dim1=-2, dim2=-1)
+    if needs & 3:
+        # x35 = diagonal(dAqk)
+        x35 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 55:
+        # x38 = gram_dx(dAqk, k; x27, to, strict=True)
+        x38 = _gram_dx(dAqk, k, x27, False)
         # x39 = gram_dx(x32, j; x27, to, strict=True)
         x39 = _gram_dx(x32, j, x27, False)
         # x41 = x38 + -x39
         x41 = x38 + (-x39)
     if needs & 1:
-        # dq = ((((x33 * j) + x36) + x41) + x43) * scale
-        dq = ((((x33[..., :, None] * j) + x36) + x41) + x43) * scale
+        # dq = ((((x33 * j) + (x35 * k)) + x41) + x43) * scale
+        dq = ((((x33[..., :, None] * j) + (x35[..., :, None] * k)) + x41) + x43) * scale
     if needs & 54:
+        # x51 = gram_dy(dAqk, x48; x27, to, strict=True)
+        x51 = _gram_dy(dAqk, x48, x27, False)
         # x58 = gram_dy(dAbk, x3; x27, to, strict=True)
         x58 = _gram_dy(dAbk, x3, x27, False)
         # x59 = x51 + x58
@@ -2369,8 +2467,8 @@ def _backward_torch(
         # x130 = (((((0.5 * (-x108 + (x119 * x9))) /0 x6) * (eta * (k + k))) + x66) + (x105 /0 x6)) + x65
         x130 = (((torch.where(x6 == 0, 0, (0.5 * ((-x108) + (x119 * x9))) / torch.where(x6 == 0, 1, x6))[..., :, None] * (eta[..., :, None] * (k + k))) + x66) + torch.where(x6[..., :, None] == 0, 0, x105 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))) + x65
     if needs & 2:
-        # dk = ((x47 + x49) + x59) + (x130 * eta)
-        dk = ((x47 + x49) + x59) + (x130 * eta[..., :, None])
+        # dk = ((x47 + (x35 * x48)) + x59) + (x130 * eta)
+        dk = ((x47 + (x35[..., :, None] * x48)) + x59) + (x130 * eta[..., :, None])
     if needs & 4:
         # x135 = sum_K((-(x105 * x15) /0 x9))
         x135 = torch.where(x9[..., :, None] == 0, 0, (-(x105 * x15)) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None])).sum(-1)

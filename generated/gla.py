@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program b27618ae:
+# gated linear attention, one decay a channel, program 29a2d7c3:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -44,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla"]
 
-_NAME = "gla_b27618ae"
+_NAME = "gla_29a2d7c3"
 
 
 def _jit(function: Any) -> Any:
@@ -450,18 +450,10 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    do_ptr,
-    v_ptr,
     k_ptr,
     g_ptr,
     q_ptr,
-    Aqa_ptr,
-    x_out,
-    x4_out,
-    x15_out,
     AT_out,
-    x17_out,
-    x21_out,
     Gc_out,
     QL_out,
     scale,
@@ -513,66 +505,6 @@ def _backward_prepare(
         # QL = (scale * q) * exp(x5)
         QL = (scale * q) * tl.exp(x5)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    dAqa = tl.zeros([C, C, ], tl.float32)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-    for v0 in range(0, V, BV):
-        col_v = v0 + tl.arange(0, BV)
-        in_v = col_v < V
-        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # dAqa = do @ v^T
-        dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x17 = Aqa^T @ do
-        x17 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x17_out + tile * C * V, x17, row, col_v, V, C, V, V % BV == 0)
-    # x2 = diagonal(dAqa)
-    x2 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    for k0 in range(0, K, BK):
-        col_k = k0 + tl.arange(0, BK)
-        in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x12 = scale * q
-        x12 = scale * q
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x = tl.zeros([C, BK, ], tl.float32)
-        x13 = tl.zeros([C, BK, ], tl.float32)
-        # x = gram_dx(dAqa, k; g, to, strict=True)
-        # x13 = gram_dy(dAqa, x12; g, to, strict=True)
-        g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(k, C, BK)
-        operand_1_16 = _blocks(x12, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqa, C)
-        x_16 = _block_zeros(C, BK)
-        x13_16 = _block_zeros(C, BK)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
-            x_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x13_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
-        x += tl.reshape(x_16, [C, BK])
-        x13 += tl.reshape(x13_16, [C, BK])
-        for level in range(4, LEVELS):
-            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-            edge = _edge(row, level)
-            decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x12 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, dAqa, 0.0).to(DOT)
-            x += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x13 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
-        _store_rows(x_out + tile * C * K, x, row, col_k, K, C, K, K % BK == 0)
-        # x4 = x + (x2 * k)
-        x4 = x + (x2[:, None] * k)
-        _store_rows(x4_out + tile * C * K, x4, row, col_k, K, C, K, K % BK == 0)
-        # x15 = x13 + (x2 * x12)
-        x15 = x13 + (x2[:, None] * x12)
-        _store_rows(x15_out + tile * C * K, x15, row, col_k, K, C, K, K % BK == 0)
-        # x21 = -(k * x13)
-        x21 = -(k * x13)
-        _store_rows(x21_out + tile * C * K, x21, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -702,23 +634,18 @@ def _backward_reverse(
 @_jit
 def _backward_finish(
     do_ptr,
+    v_ptr,
     S_ptr,
     g_ptr,
-    x4_ptr,
-    v_ptr,
     dS_ptr,
-    x15_ptr,
     AT_ptr,
-    x17_ptr,
-    x_ptr,
-    q_ptr,
-    x21_ptr,
-    k_ptr,
+    Aqa_ptr,
     Gc_ptr,
-    dq_out,
-    dk_out,
+    dAqa_out,
+    x7_out,
+    x11_out,
     dv_out,
-    dg_out,
+    x29_out,
     scale,
     T,
     NT,
@@ -749,24 +676,29 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
+    dAqa = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # dAqa = do @ v^T
+        dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = v @ dS^T
         dAT += _dot(v, tl.trans(dS), DOT, PRECISION)
         # x16 = AT @ dS
         x16 = _dot(AT, dS, DOT, PRECISION)
-        x17 = _load_rows(x17_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x17 = Aqa^T @ do
+        x17 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # dv = x16 + x17
         dv = x16 + x17
         if NEED & 4:
@@ -775,56 +707,141 @@ def _backward_finish(
         x27 = dS * S
         # dGc = sum_V(x27)
         dGc += tl.sum(x27, 1)
+    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
     # x5 = sum[to](g)
     x5 = _sums(_keep_to(row), g, GATE_PARTS)
     # x7 = dQL * exp(x5)
     x7 = dQL * tl.exp(x5)
-    x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dq = (x4 + x7) * scale
-    dq = (x4 + x7) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+    _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
     # x9 = sum[after](g)
     x9 = _sums(_keep_after(row), g, GATE_PARTS)
     # x11 = dAT * exp(x9)
     x11 = dAT * tl.exp(x9)
-    x15 = _load_rows(x15_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dk = x11 + x15
-    dk = x11 + x15
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    x = _load_rows(x_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x23 = sum[from]((((scale * q) * (x + x7)) + x21))
-    x23 = _running_from((((scale * q) * (x + x7)) + x21), row, EXACT)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x25 = sum[before]((x11 * k))
-    x25 = _running_before((x11 * k), row, EXACT)
+    _store_rows(x11_out + tile * C * K, x11, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # dg = (x23 + x25) + (dGc * Gc)
-    dg = (x23 + x25) + (dGc * Gc)[None, :]
-    if NEED & 8:
-        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
+    # x29 = dGc * Gc
+    x29 = dGc * Gc
+    tl.store(x29_out + tile * K + col_k, x29, mask=col_k < K)
+
+
+@_jit
+def _backward_finish_1(
+    dAqa_ptr,
+    k_ptr,
+    g_ptr,
+    x7_ptr,
+    q_ptr,
+    x11_ptr,
+    x29_ptr,
+    dq_out,
+    dk_out,
+    dg_out,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+    GATE_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SAVE: tl.constexpr,
+    NEED: tl.constexpr,
+):
+    """One program a chunk and head."""
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    in_c = row < T - start
+    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
+    # x2 = diagonal(dAqa)
+    x2 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x12 = scale * q
+        x12 = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        x = tl.zeros([C, BK, ], tl.float32)
+        x13 = tl.zeros([C, BK, ], tl.float32)
+        # x = gram_dx(dAqa, k; g, to, strict=True)
+        # x13 = gram_dy(dAqa, x12; g, to, strict=True)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(k, C, BK)
+        operand_1_16 = _blocks(x12, C, BK)
+        cotangent_0_16 = _diagonal_blocks(dAqa, C)
+        x_16 = _block_zeros(C, BK)
+        x13_16 = _block_zeros(C, BK)
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
+            x_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x13_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        x += tl.reshape(x_16, [C, BK])
+        x13 += tl.reshape(x13_16, [C, BK])
+        for level in range(4, LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (k * decay).to(DOT)
+            decayed_1 = (x12 * decay).to(DOT)
+            cotangent_0 = tl.where(edge, dAqa, 0.0).to(DOT)
+            x += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x13 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
+        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((x + (x2 * k)) + x7) * scale
+        dq = ((x + (x2[:, None] * k)) + x7) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x11 = _load_rows(x11_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = x11 + (x13 + (x2 * x12))
+        dk = x11 + (x13 + (x2[:, None] * x12))
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x23 = sum[from](((x12 * (x + x7)) + -(k * x13)))
+        x23 = _running_from(((x12 * (x + x7)) + (-(k * x13))), row, EXACT)
+        # x25 = sum[before]((x11 * k))
+        x25 = _running_before((x11 * k), row, EXACT)
+        x29 = tl.load(x29_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x23 + x25) + x29
+        dg = (x23 + x25) + x29[None, :]
+        if NEED & 8:
+            _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
         2,
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1),
-            "scan": (0, 64, 4, 3),
-            "reverse": (0, 64, 4, 3),
-            "finish": (0, 64, 8, 1),
-            "finish_1": (64, 64, 8, 1),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 4, 3, 0),
+            "reverse": (0, 64, 4, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -832,11 +849,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 8, 1),
-            "finish_1": (64, 32, 8, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (64, 32, 8, 1, 0),
         },
     ),
     (
@@ -844,16 +862,17 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         16,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 4, 1),
-            "finish_1": (64, 32, 4, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 4, 1, 0),
+            "finish_1": (64, 32, 4, 1, 0),
         },
     ),
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
-_WALK_K = ('forward.prepare', 'backward.prepare')
+_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [2, 2, 0],
@@ -862,7 +881,7 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -916,7 +935,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
-        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
         BK, BV = _power(K), min(block_v, _power(V))
         if key in _WALK_K:
             BK = min(block_k, BK)
@@ -925,6 +944,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             tiles = size * C * (keys * BK + values * BV + squares * C)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+        if registers and torch.version.hip is None:
+            own[key]["maxnreg"] = registers
     return shared, own
 
 
@@ -1033,29 +1054,16 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0)
     with _on(q):
         if needs & 31:
-            x = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x4 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x17 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x21 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                do,
-                v,
                 k,
                 g,
                 q,
-                Aqa,
-                x,
-                x4,
-                x15,
                 AT,
-                x17,
-                x21,
                 Gc,
                 QL,
                 scale,
@@ -1115,27 +1123,26 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 15:
+            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x7 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x11 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x29 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
                 do,
+                v,
                 kept_S,
                 g,
-                x4,
-                v,
                 kept_dS,
-                x15,
                 AT,
-                x17,
-                x,
-                q,
-                x21,
-                k,
+                Aqa,
                 Gc,
-                dq,
-                dk,
+                dAqa,
+                x7,
+                x11,
                 dv,
-                dg,
+                x29,
                 scale,
                 T,
                 NT,
@@ -1145,6 +1152,30 @@ def _backward_triton(
                 NEED=needs,
                 **shared,
                 **own["backward.finish"],
+            )
+        if needs & 11:
+            _launch(
+                _backward_finish_1,
+                B * NT * HV,
+                dAqa,
+                k,
+                g,
+                x7,
+                q,
+                x11,
+                x29,
+                dq,
+                dk,
+                dg,
+                scale,
+                T,
+                NT,
+                H,
+                HV,
+                SAVE=True,
+                NEED=needs,
+                **shared,
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(dg, g), dh0]
 
@@ -1366,9 +1397,6 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in given)
-    if needs & 30:
-        # x12 = scale * q
-        x12 = scale * q
     if needs & 15:
         # x9 = sum[after](g)
         x9 = _run(g, 'after')
@@ -1381,6 +1409,9 @@ def _backward_torch(
     x28 = g.sum(-2)
     # Gc = exp(x28)
     Gc = torch.exp(x28)
+    if needs & 30:
+        # x12 = scale * q
+        x12 = scale * q
     # x5 = sum[to](g)
     x5 = _run(g, 'to')
     # x6 = exp(x5)
@@ -1388,30 +1419,6 @@ def _backward_torch(
     if needs & 30:
         # QL = x12 * x6
         QL = x12 * x6
-    if needs & 11:
-        # dAqa = do @ v^T
-        dAqa = do @ v.mT
-    if needs & 4:
-        # x17 = Aqa^T @ do
-        x17 = Aqa.mT @ do
-    if needs & 3:
-        # x2 = diagonal(dAqa)
-        x2 = dAqa.diagonal(dim1=-2, dim2=-1)
-    if needs & 9:
-        # x = gram_dx(dAqa, k; g, to, strict=True)
-        x = _gram_dx(dAqa, k, g, False)
-    if needs & 1:
-        # x4 = x + (x2 * k)
-        x4 = x + (x2[..., :, None] * k)
-    if needs & 10:
-        # x13 = gram_dy(dAqa, x12; g, to, strict=True)
-        x13 = _gram_dy(dAqa, x12, g, False)
-    if needs & 2:
-        # x15 = x13 + (x2 * x12)
-        x15 = x13 + (x2[..., :, None] * x12)
-    if needs & 8:
-        # x21 = -(k * x13)
-        x21 = -(k * x13)
     if needs & 9:
         S = state
         kept_S_all: list[Tensor] = []
@@ -1442,6 +1449,9 @@ def _backward_torch(
             dS = dS_prev
         end_dS = dS
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 11:
+        # dAqa = do @ v^T
+        dAqa = do @ v.mT
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1451,6 +1461,8 @@ def _backward_torch(
     if needs & 4:
         # x16 = AT @ dS
         x16 = AT @ dS
+        # x17 = Aqa^T @ do
+        x17 = Aqa.mT @ do
         # dv = x16 + x17
         dv = x16 + x17
     if needs & 8:
@@ -1461,22 +1473,34 @@ def _backward_torch(
     if needs & 9:
         # x7 = dQL * x6
         x7 = dQL * x6
-    if needs & 1:
-        # dq = (x4 + x7) * scale
-        dq = (x4 + x7) * scale
     if needs & 10:
         # x11 = dAT * x10
         x11 = dAT * x10
-    if needs & 2:
-        # dk = x11 + x15
-        dk = x11 + x15
     if needs & 8:
-        # x23 = sum[from](((x12 * (x + x7)) + x21))
-        x23 = _run(((x12 * (x + x7)) + x21), 'from')
+        # x29 = dGc * Gc
+        x29 = dGc * Gc
+    if needs & 3:
+        # x2 = diagonal(dAqa)
+        x2 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 9:
+        # x = gram_dx(dAqa, k; g, to, strict=True)
+        x = _gram_dx(dAqa, k, g, False)
+    if needs & 1:
+        # dq = ((x + (x2 * k)) + x7) * scale
+        dq = ((x + (x2[..., :, None] * k)) + x7) * scale
+    if needs & 10:
+        # x13 = gram_dy(dAqa, x12; g, to, strict=True)
+        x13 = _gram_dy(dAqa, x12, g, False)
+    if needs & 2:
+        # dk = x11 + (x13 + (x2 * x12))
+        dk = x11 + (x13 + (x2[..., :, None] * x12))
+    if needs & 8:
+        # x23 = sum[from](((x12 * (x + x7)) + -(k * x13)))
+        x23 = _run(((x12 * (x + x7)) + (-(k * x13))), 'from')
         # x25 = sum[before]((x11 * k))
         x25 = _run((x11 * k), 'before')
-        # dg = (x23 + x25) + (dGc * Gc)
-        dg = (x23 + x25) + (dGc * Gc)[..., None, :]
+        # dg = (x23 + x25) + x29
+        dg = (x23 + x25) + x29[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

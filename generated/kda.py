@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program fde56f82:
+# Kimi Delta Attention, program 986fc3ea:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda"]
 
-_NAME = "kda_fde56f82"
+_NAME = "kda_986fc3ea"
 
 
 def _jit(function: Any) -> Any:
@@ -289,16 +289,13 @@ def _store_rows(ptr, tile, r, x, stride, rows, WIDTH: tl.constexpr, FULL: tl.con
 
 @_jit
 def _forward_prepare(
-    q_ptr,
     k_ptr,
     g_ptr,
     beta_ptr,
     v_ptr,
-    Aqa_out,
     E_out,
     U_out,
     W_out,
-    QL_out,
     AT_out,
     Gc_out,
     scale,
@@ -329,49 +326,32 @@ def _forward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    Aqa = tl.zeros([C, C, ], tl.float32)
     x2 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # Aqa = gram(x, k; g, to, strict=False)
         # x2 = gram(k, k; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(x, C, BK)
-        operand_1_16 = _blocks(k, C, BK)
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        operand_0_16 = _blocks(k, C, BK)
         x2_16 = _block_zeros(C, 16)
         for level in range(4):
             decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
             edge = _edge(tl.arange(0, 16), level)[None, :, :]
             decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            x2_16 += tl.where(edge, _dot(decayed_1, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-        Aqa += _from_blocks(Aqa_16, C)
+            x2_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_0, (0, 2, 1)), DOT, PRECISION), 0.0)
         x2 += _from_blocks(x2_16, C)
         for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (x * decay).to(DOT)
-            decayed_1 = (k * decay).to(DOT)
-            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            x2 += tl.where(edge, _dot(decayed_1, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            decayed_0 = (k * decay).to(DOT)
+            x2 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_0), DOT, PRECISION), 0.0)
         # x5 = sum[to](g)
         x5 = _sums(_keep_to(row), g, GATE_PARTS)
-        # x6 = exp(x5)
-        x6 = tl.exp(x5)
-        # BL = (beta * k) * x6
-        BL = (beta[:, None] * k) * x6
-        # QL = x * x6
-        QL = x * x6
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+        # BL = (beta * k) * exp(x5)
+        BL = (beta[:, None] * k) * tl.exp(x5)
         # x11 = sum[after](g)
         x11 = _sums(_keep_after(row), g, GATE_PARTS)
         # AT = k * exp(x11)
@@ -382,7 +362,6 @@ def _forward_prepare(
         # Gc = exp(x14)
         Gc = tl.exp(x14)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -410,6 +389,76 @@ def _forward_prepare(
         # U = E @ (beta * v)
         U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+
+
+@_jit
+def _forward_prepare_1(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    Aqa_out,
+    QL_out,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+    GATE_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SAVE: tl.constexpr,
+    NEED: tl.constexpr,
+):
+    """One program a chunk and head."""
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    in_c = row < T - start
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqa = gram(x, k; g, to, strict=False)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqa += _from_blocks(Aqa_16, C)
+        for level in range(4, LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+        # x5 = sum[to](g)
+        x5 = _sums(_keep_to(row), g, GATE_PARTS)
+        # QL = x * exp(x5)
+        QL = x * tl.exp(x5)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
 
 
 @_jit
@@ -982,19 +1031,20 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
         2,
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1),
-            "scan": (0, 64, 4, 3),
-            "reverse": (0, 64, 4, 3),
-            "finish": (0, 64, 8, 1),
-            "finish_1": (64, 64, 8, 1),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 4, 3, 0),
+            "reverse": (0, 64, 4, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1002,11 +1052,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 8, 1),
-            "finish_1": (64, 32, 8, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (64, 32, 8, 1, 0),
         },
     ),
     (
@@ -1014,16 +1065,17 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         16,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 4, 1),
-            "finish_1": (64, 32, 4, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 4, 1, 0),
+            "finish_1": (64, 32, 4, 1, 0),
         },
     ),
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
-_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+_WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [3, 1, 1],
@@ -1032,7 +1084,7 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -1086,7 +1138,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
-        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
         BK, BV = _power(K), min(block_v, _power(V))
         if key in _WALK_K:
             BK = min(block_k, BK)
@@ -1095,6 +1147,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             tiles = size * C * (keys * BK + values * BV + squares * C)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+        if registers and torch.version.hip is None:
+            own[key]["maxnreg"] = registers
     return shared, own
 
 
@@ -1120,27 +1174,24 @@ def _forward_triton(
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
             B * NT * HV,
-            q,
             k,
             g,
             beta,
             v,
-            Aqa,
             E,
             U,
             W,
-            QL,
             AT,
             Gc,
             scale,
@@ -1152,6 +1203,24 @@ def _forward_triton(
             NEED=-1,
             **shared,
             **own["forward.prepare"],
+        )
+        _launch(
+            _forward_prepare_1,
+            B * NT * HV,
+            q,
+            k,
+            g,
+            Aqa,
+            QL,
+            scale,
+            T,
+            NT,
+            H,
+            HV,
+            SAVE=save,
+            NEED=-1,
+            **shared,
+            **own["forward.prepare_1"],
         )
         _launch(
             _forward_scan,
@@ -1522,18 +1591,12 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g, beta,))
-    # x = scale * q
-    x = scale * q
-    # Aqa = gram(x, k; g, to, strict=False)
-    Aqa = _gram(x, k, g, False, False)
     # x2 = gram(k, k; g, to, strict=True)
     x2 = _gram(k, k, g, False, True)
     # x5 = sum[to](g)
     x5 = _run(g, 'to')
     # x6 = exp(x5)
     x6 = torch.exp(x5)
-    # QL = x * x6
-    QL = x * x6
     # x11 = sum[after](g)
     x11 = _run(g, 'after')
     # AT = k * exp(x11)
@@ -1548,6 +1611,12 @@ def _forward_torch(
     W = E @ ((beta[..., :, None] * k) * x6)
     # U = E @ (beta * v)
     U = E @ (beta[..., :, None] * v)
+    # x = scale * q
+    x = scale * q
+    # Aqa = gram(x, k; g, to, strict=False)
+    Aqa = _gram(x, k, g, False, False)
+    # QL = x * x6
+    QL = x * x6
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):

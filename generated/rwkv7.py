@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 5673b643:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 51939c27:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7"]
 
-_NAME = "rwkv7_5673b643"
+_NAME = "rwkv7_51939c27"
 
 
 def _jit(function: Any) -> Any:
@@ -289,16 +289,11 @@ def _store_rows(ptr, tile, r, x, stride, rows, WIDTH: tl.constexpr, FULL: tl.con
 
 @_jit
 def _forward_prepare(
-    q_ptr,
+    a_ptr,
+    b_ptr,
     g_ptr,
     k_ptr,
     v_ptr,
-    b_ptr,
-    a_ptr,
-    QL_out,
-    Aqk_out,
-    x5_out,
-    Aqa_out,
     E_out,
     M3_out,
     U_out,
@@ -334,66 +329,43 @@ def _forward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    Aqk = tl.zeros([C, C, ], tl.float32)
-    Aqa = tl.zeros([C, C, ], tl.float32)
     x7 = tl.zeros([C, C, ], tl.float32)
     M3 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # Aqk = gram(x, k; g, to, strict=False)
-        # Aqa = gram(x, b; g, to, strict=False)
+        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x7 = gram(a, b; g, before, strict=True)
         # M3 = gram(a, k; g, before, strict=True)
         g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(x, C, BK)
-        operand_1_16 = _blocks(k, C, BK)
-        operand_2_16 = _blocks(b, C, BK)
-        operand_3_16 = _blocks(a, C, BK)
-        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        operand_0_16 = _blocks(a, C, BK)
+        operand_1_16 = _blocks(b, C, BK)
+        operand_2_16 = _blocks(k, C, BK)
         x7_16 = _block_zeros(C, 16)
         M3_16 = _block_zeros(C, 16)
         for level in range(4):
             decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
             decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
             edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_0 = (operand_0_16 * decay_before).to(DOT)
             decayed_1 = (operand_1_16 * decay).to(DOT)
             decayed_2 = (operand_2_16 * decay).to(DOT)
-            decayed_3 = (operand_3_16 * decay_before).to(DOT)
-            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
-            x7_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
-            M3_16 += tl.where(edge, _dot(decayed_3, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-        Aqk += _from_blocks(Aqk_16, C)
-        Aqa += _from_blocks(Aqa_16, C)
+            x7_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            M3_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
         x7 += _from_blocks(x7_16, C)
         M3 += _from_blocks(M3_16, C)
         for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (x * decay).to(DOT)
-            decayed_1 = (k * decay).to(DOT)
-            decayed_2 = (b * decay).to(DOT)
-            decayed_3 = (a * decay_before).to(DOT)
-            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-            x7 += tl.where(edge, _dot(decayed_3, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-            M3 += tl.where(edge, _dot(decayed_3, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-        # x2 = sum[to](g)
-        x2 = _sums(_keep_to(row), g, GATE_PARTS)
-        # QL = x * exp(x2)
-        QL = x * tl.exp(x2)
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+            decayed_0 = (a * decay_before).to(DOT)
+            decayed_1 = (b * decay).to(DOT)
+            decayed_2 = (k * decay).to(DOT)
+            x7 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            M3 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
         # x9 = sum[before](g)
         x9 = _sums(_keep_before(row), g, GATE_PARTS)
         # x11 = a * exp(x9)
@@ -414,9 +386,6 @@ def _forward_prepare(
         AT = b * x18
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
-        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
-    if SAVE:
         _store_rows(M3_out + tile * C * C, M3, row, row, C, C, C, True)
     # E = inverse(-x7)
     E = _inverse((-x7), row, C, LEVELS, SOLVE)
@@ -436,14 +405,104 @@ def _forward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x5 = Aqk @ v
-        x5 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         # x8 = M3 @ v
         x8 = _dot(M3, v, DOT, PRECISION)
         # U = E @ x8
         U = _dot(E, x8, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+
+
+@_jit
+def _forward_prepare_1(
+    q_ptr,
+    g_ptr,
+    k_ptr,
+    v_ptr,
+    b_ptr,
+    QL_out,
+    Aqk_out,
+    x5_out,
+    Aqa_out,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+    GATE_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SAVE: tl.constexpr,
+    NEED: tl.constexpr,
+):
+    """One program a chunk and head."""
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    in_c = row < T - start
+    Aqk = tl.zeros([C, C, ], tl.float32)
+    Aqa = tl.zeros([C, C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x = scale * q
+        x = scale * q
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # Aqk = gram(x, k; g, to, strict=False)
+        # Aqa = gram(x, b; g, to, strict=False)
+        g_16 = _blocks(g, C, BK)
+        operand_0_16 = _blocks(x, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        operand_2_16 = _blocks(b, C, BK)
+        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        for level in range(4):
+            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
+            edge = _edge(tl.arange(0, 16), level)[None, :, :]
+            decayed_0 = (operand_0_16 * decay).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
+            decayed_2 = (operand_2_16 * decay).to(DOT)
+            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+        Aqk += _from_blocks(Aqk_16, C)
+        Aqa += _from_blocks(Aqa_16, C)
+        for level in range(4, LEVELS):
+            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+            edge = _edge(row, level)
+            decayed_0 = (x * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            decayed_2 = (b * decay).to(DOT)
+            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+        # x2 = sum[to](g)
+        x2 = _sums(_keep_to(row), g, GATE_PARTS)
+        # QL = x * exp(x2)
+        QL = x * tl.exp(x2)
+        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+    if SAVE:
+        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x5 = Aqk @ v
+        x5 = _dot(Aqk, v, DOT, PRECISION)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -544,23 +603,16 @@ def _backward_prepare(
     E_ptr,
     a_ptr,
     g_ptr,
+    b_ptr,
+    Aqa_ptr,
     do_ptr,
     k_ptr,
     q_ptr,
-    b_ptr,
-    Aqa_ptr,
-    Aqk_ptr,
     U_out,
     W_out,
-    x10_out,
-    x15_out,
-    x27_out,
-    x29_out,
     AT_out,
     x33_out,
     KT_out,
-    U2_out,
-    x44_out,
     Gc_out,
     QL_out,
     scale,
@@ -592,10 +644,6 @@ def _backward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
-    # U2 = E @ M3
-    U2 = _dot(E, M3, DOT, PRECISION)
-    _store_rows(U2_out + tile * C * C, U2, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -629,9 +677,8 @@ def _backward_prepare(
         # QL = (scale * q) * exp(x19)
         QL = (scale * q) * tl.exp(x19)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    dAqk = tl.zeros([C, C, ], tl.float32)
+    M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -642,62 +689,11 @@ def _backward_prepare(
         U = _dot(E, x, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # dAqk = do @ v^T
-        dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         # x32 = Aqa^T @ do
         x32 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # x33 = -x32
         x33 = -x32
         _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
-        # x44 = Aqk^T @ do
-        x44 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x44_out + tile * C * V, x44, row, col_v, V, C, V, V % BV == 0)
-    # x9 = diagonal(dAqk)
-    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    for k0 in range(0, K, BK):
-        col_k = k0 + tl.arange(0, BK)
-        in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x26 = scale * q
-        x26 = scale * q
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x15 = tl.zeros([C, BK, ], tl.float32)
-        x29 = tl.zeros([C, BK, ], tl.float32)
-        # x15 -= gram_dx(dAqk, k; g, to, strict=True)
-        # x29 = gram_dy(dAqk, x26; g, to, strict=True)
-        g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(k, C, BK)
-        operand_1_16 = _blocks(x26, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqk, C)
-        x15_16 = _block_zeros(C, BK)
-        x29_16 = _block_zeros(C, BK)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
-            x15_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x29_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
-        x15 += tl.reshape(x15_16, [C, BK])
-        x29 += tl.reshape(x29_16, [C, BK])
-        for level in range(4, LEVELS):
-            decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-            edge = _edge(row, level)
-            decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x26 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, dAqk, 0.0).to(DOT)
-            x15 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x29 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
-        _store_rows(x15_out + tile * C * K, x15, row, col_k, K, C, K, K % BK == 0)
-        _store_rows(x29_out + tile * C * K, x29, row, col_k, K, C, K, K % BK == 0)
-        # x10 = x9 * k
-        x10 = x9[:, None] * k
-        _store_rows(x10_out + tile * C * K, x10, row, col_k, K, C, K, K % BK == 0)
-        # x27 = x9 * x26
-        x27 = x9[:, None] * x26
-        _store_rows(x27_out + tile * C * K, x27, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
@@ -856,17 +852,18 @@ def _backward_reverse(
 def _backward_finish(
     do_ptr,
     x6_ptr,
+    v_ptr,
     S_ptr,
     g_ptr,
-    v_ptr,
     dS_ptr,
     E_ptr,
     x34_ptr,
     KT_ptr,
-    U2_ptr,
-    x44_ptr,
+    M3_ptr,
+    Aqk_ptr,
     Gc_ptr,
     dAqa_out,
+    dAqk_out,
     x21_out,
     x25_out,
     x36_out,
@@ -905,13 +902,17 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
+    # U2 = E @ M3
+    U2 = _dot(E, M3, DOT, PRECISION)
     dAqa = tl.zeros([C, C, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     x36 = tl.zeros([C, C, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    U2 = _load_rows(U2_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     x45 = tl.zeros([C, C, ], tl.float32)
     x51 = tl.zeros([C, BK, ], tl.float32)
     x55 = tl.zeros([C, BK, ], tl.float32)
@@ -923,10 +924,12 @@ def _backward_finish(
         x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ x6^T
         dAqa += _dot(do, tl.trans(x6), DOT, PRECISION)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # dAqk = do @ v^T
+        dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
@@ -939,7 +942,8 @@ def _backward_finish(
         x40 = _dot(KT, dS, DOT, PRECISION)
         # x41 = U2^T @ x34
         x41 = _dot(tl.trans(U2), x34, DOT, PRECISION)
-        x44 = _load_rows(x44_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x44 = Aqk^T @ do
+        x44 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x40 + -x41) + x44
         dv = (x40 + (-x41)) + x44
         if NEED & 4:
@@ -955,6 +959,7 @@ def _backward_finish(
         # dGc = sum_V(x79)
         dGc += tl.sum(x79, 1)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x36_out + tile * C * C, x36, row, row, C, C, C, True)
     _store_rows(x45_out + tile * C * C, x45, row, row, C, C, C, True)
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
@@ -988,19 +993,16 @@ def _backward_finish(
 def _backward_finish_1(
     dAqa_ptr,
     b_ptr,
-    x10_ptr,
+    dAqk_ptr,
+    k_ptr,
     g_ptr,
-    x15_ptr,
     x21_ptr,
+    q_ptr,
     x25_ptr,
-    x27_ptr,
     x36_ptr,
     a_ptr,
-    x29_ptr,
     x45_ptr,
-    k_ptr,
     x52_ptr,
-    q_ptr,
     x56_ptr,
     x81_ptr,
     dq_out,
@@ -1039,6 +1041,9 @@ def _backward_finish_1(
     dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
     # x7 = diagonal(dAqa)
     x7 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x9 = diagonal(dAqk)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     x36 = _load_rows(x36_ptr + tile * C * C, row, row, C, C, C, True)
     x45 = _load_rows(x45_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -1049,84 +1054,85 @@ def _backward_finish_1(
         x26 = scale * q
         b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x13 = tl.zeros([C, BK, ], tl.float32)
-        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x38 = tl.zeros([C, BK, ], tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x17 = tl.zeros([C, BK, ], tl.float32)
+        a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        x39 = tl.zeros([C, BK, ], tl.float32)
         x50 = tl.zeros([C, BK, ], tl.float32)
         x61 = tl.zeros([C, BK, ], tl.float32)
-        # x13 -= gram_dx(dAqa, b; g, to, strict=True)
+        # x17 = gram_dx(dAqa, b; g, to, strict=True)
+        # x17 = gram_dx(dAqk, k; g, to, strict=True)
         # x50 -= gram_dx(x45, b; g, before, strict=True)
         # x50 -= gram_dx(x36, k; g, before, strict=True)
-        # x38 -= gram_dy(x36, a; g, before, strict=True)
+        # x39 = gram_dy(dAqk, x26; g, to, strict=True)
+        # x39 -= gram_dy(x36, a; g, before, strict=True)
         # x61 -= gram_dy(dAqa, x26; g, to, strict=True)
         # x61 = gram_dy(x45, a; g, before, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(b, C, BK)
-        operand_1_16 = _blocks(a, C, BK)
-        operand_2_16 = _blocks(k, C, BK)
-        operand_3_16 = _blocks(x26, C, BK)
+        operand_1_16 = _blocks(k, C, BK)
+        operand_2_16 = _blocks(x26, C, BK)
+        operand_3_16 = _blocks(a, C, BK)
         cotangent_0_16 = _diagonal_blocks(dAqa, C)
-        cotangent_1_16 = _diagonal_blocks(x36, C)
-        cotangent_2_16 = _diagonal_blocks(x45, C)
-        x13_16 = _block_zeros(C, BK)
+        cotangent_1_16 = _diagonal_blocks(dAqk, C)
+        cotangent_2_16 = _diagonal_blocks(x36, C)
+        cotangent_3_16 = _diagonal_blocks(x45, C)
+        x17_16 = _block_zeros(C, BK)
         x50_16 = _block_zeros(C, BK)
-        x38_16 = _block_zeros(C, BK)
+        x39_16 = _block_zeros(C, BK)
         x61_16 = _block_zeros(C, BK)
         for level in range(4):
             decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
             decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
             edge = _edge(tl.arange(0, 16), level)[None, :, :]
             decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay_before).to(DOT)
+            decayed_1 = (operand_1_16 * decay).to(DOT)
             decayed_2 = (operand_2_16 * decay).to(DOT)
-            decayed_3 = (operand_3_16 * decay).to(DOT)
+            decayed_3 = (operand_3_16 * decay_before).to(DOT)
             cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
             cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
             cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
-            x13_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x50_16 -= decay_before * _dot(cotangent_2, decayed_0, DOT, PRECISION)
-            x50_16 -= decay_before * _dot(cotangent_1, decayed_2, DOT, PRECISION)
-            x38_16 -= decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_1, DOT, PRECISION)
-            x61_16 -= decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_3, DOT, PRECISION)
-            x61_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_1, DOT, PRECISION)
-        x13 += tl.reshape(x13_16, [C, BK])
+            cotangent_3 = tl.where(edge, cotangent_3_16, 0.0).to(DOT)
+            x17_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x17_16 += decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
+            x50_16 -= decay_before * _dot(cotangent_3, decayed_0, DOT, PRECISION)
+            x50_16 -= decay_before * _dot(cotangent_2, decayed_1, DOT, PRECISION)
+            x39_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_2, DOT, PRECISION)
+            x39_16 -= decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_3, DOT, PRECISION)
+            x61_16 -= decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_2, DOT, PRECISION)
+            x61_16 += decay * _dot(tl.permute(cotangent_3, (0, 2, 1)), decayed_3, DOT, PRECISION)
+        x17 += tl.reshape(x17_16, [C, BK])
         x50 += tl.reshape(x50_16, [C, BK])
-        x38 += tl.reshape(x38_16, [C, BK])
+        x39 += tl.reshape(x39_16, [C, BK])
         x61 += tl.reshape(x61_16, [C, BK])
         for level in range(4, LEVELS):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
             decayed_0 = (b * decay).to(DOT)
-            decayed_1 = (a * decay_before).to(DOT)
-            decayed_2 = (k * decay).to(DOT)
-            decayed_3 = (x26 * decay).to(DOT)
+            decayed_1 = (k * decay).to(DOT)
+            decayed_2 = (x26 * decay).to(DOT)
+            decayed_3 = (a * decay_before).to(DOT)
             cotangent_0 = tl.where(edge, dAqa, 0.0).to(DOT)
-            cotangent_1 = tl.where(edge, x36, 0.0).to(DOT)
-            cotangent_2 = tl.where(edge, x45, 0.0).to(DOT)
-            x13 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x50 -= decay_before * _dot(cotangent_2, decayed_0, DOT, PRECISION)
-            x50 -= decay_before * _dot(cotangent_1, decayed_2, DOT, PRECISION)
-            x38 -= decay * _dot(tl.trans(cotangent_1), decayed_1, DOT, PRECISION)
-            x61 -= decay * _dot(tl.trans(cotangent_0), decayed_3, DOT, PRECISION)
-            x61 += decay * _dot(tl.trans(cotangent_2), decayed_1, DOT, PRECISION)
-        x15 = _load_rows(x15_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x17 = -(x13 + x15)
-        x17 = -(x13 + x15)
-        x10 = _load_rows(x10_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+            cotangent_1 = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_2 = tl.where(edge, x36, 0.0).to(DOT)
+            cotangent_3 = tl.where(edge, x45, 0.0).to(DOT)
+            x17 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
+            x17 += decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
+            x50 -= decay_before * _dot(cotangent_3, decayed_0, DOT, PRECISION)
+            x50 -= decay_before * _dot(cotangent_2, decayed_1, DOT, PRECISION)
+            x39 += decay * _dot(tl.trans(cotangent_1), decayed_2, DOT, PRECISION)
+            x39 -= decay * _dot(tl.trans(cotangent_2), decayed_3, DOT, PRECISION)
+            x61 -= decay * _dot(tl.trans(cotangent_0), decayed_2, DOT, PRECISION)
+            x61 += decay * _dot(tl.trans(cotangent_3), decayed_3, DOT, PRECISION)
         x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((((x7 * b) + x10) + x17) + x21) * scale
-        dq = ((((x7[:, None] * b) + x10) + x17) + x21) * scale
+        # dq = ((((x7 * b) + (x9 * k)) + x17) + x21) * scale
+        dq = ((((x7[:, None] * b) + (x9[:, None] * k)) + x17) + x21) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x29 = _load_rows(x29_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x39 = x29 + x38
-        x39 = x29 + x38
         x25 = _load_rows(x25_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        x27 = _load_rows(x27_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = (x25 + x27) + x39
-        dk = (x25 + x27) + x39
+        # dk = (x25 + (x9 * x26)) + x39
+        dk = (x25 + (x9[:, None] * x26)) + x39
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
         x52 = _load_rows(x52_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1155,19 +1161,20 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
         2,
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1),
-            "scan": (0, 64, 4, 3),
-            "reverse": (0, 64, 4, 3),
-            "finish": (0, 64, 8, 1),
-            "finish_1": (64, 64, 8, 1),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 4, 3, 0),
+            "reverse": (0, 64, 4, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1175,11 +1182,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 8, 1),
-            "finish_1": (64, 32, 8, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (64, 32, 8, 1, 0),
         },
     ),
     (
@@ -1187,16 +1195,17 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         16,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 4, 1),
-            "finish_1": (64, 32, 4, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 4, 1, 0),
+            "finish_1": (64, 32, 4, 1, 0),
         },
     ),
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
-_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+_WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1205,7 +1214,7 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -1259,7 +1268,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
-        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
         BK, BV = _power(K), min(block_v, _power(V))
         if key in _WALK_K:
             BK = min(block_k, BK)
@@ -1268,6 +1277,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             tiles = size * C * (keys * BK + values * BV + squares * C)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+        if registers and torch.version.hip is None:
+            own[key]["maxnreg"] = registers
     return shared, own
 
 
@@ -1294,10 +1305,6 @@ def _forward_triton(
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     M3 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
@@ -1305,20 +1312,19 @@ def _forward_triton(
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
             B * NT * HV,
-            q,
+            a,
+            b,
             g,
             k,
             v,
-            b,
-            a,
-            QL,
-            Aqk,
-            x5,
-            Aqa,
             E,
             M3,
             U,
@@ -1335,6 +1341,28 @@ def _forward_triton(
             NEED=-1,
             **shared,
             **own["forward.prepare"],
+        )
+        _launch(
+            _forward_prepare_1,
+            B * NT * HV,
+            q,
+            g,
+            k,
+            v,
+            b,
+            QL,
+            Aqk,
+            x5,
+            Aqa,
+            scale,
+            T,
+            NT,
+            H,
+            HV,
+            SAVE=save,
+            NEED=-1,
+            **shared,
+            **own["forward.prepare_1"],
         )
         _launch(
             _forward_scan,
@@ -1405,15 +1433,9 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x10 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x27 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x29 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            U2 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x44 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
@@ -1424,23 +1446,16 @@ def _backward_triton(
                 E,
                 a,
                 g,
+                b,
+                Aqa,
                 do,
                 k,
                 q,
-                b,
-                Aqa,
-                Aqk,
                 U,
                 W,
-                x10,
-                x15,
-                x27,
-                x29,
                 AT,
                 x33,
                 KT,
-                U2,
-                x44,
                 Gc,
                 QL,
                 scale,
@@ -1511,6 +1526,7 @@ def _backward_triton(
             )
         if needs & 63:
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x21 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x25 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x36 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1523,17 +1539,18 @@ def _backward_triton(
                 B * NT * HV,
                 do,
                 x6,
+                v,
                 kept_S,
                 g,
-                v,
                 kept_dS,
                 E,
                 x34,
                 KT,
-                U2,
-                x44,
+                M3,
+                Aqk,
                 Gc,
                 dAqa,
+                dAqk,
                 x21,
                 x25,
                 x36,
@@ -1558,19 +1575,16 @@ def _backward_triton(
                 B * NT * HV,
                 dAqa,
                 b,
-                x10,
+                dAqk,
+                k,
                 g,
-                x15,
                 x21,
+                q,
                 x25,
-                x27,
                 x36,
                 a,
-                x29,
                 x45,
-                k,
                 x52,
-                q,
                 x56,
                 x81,
                 dq,
@@ -1743,16 +1757,6 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, a, b, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, a, b, g,))
-    # x = scale * q
-    x = scale * q
-    # x2 = sum[to](g)
-    x2 = _run(g, 'to')
-    # QL = x * exp(x2)
-    QL = x * torch.exp(x2)
-    # Aqk = gram(x, k; g, to, strict=False)
-    Aqk = _gram(x, k, g, False, False)
-    # Aqa = gram(x, b; g, to, strict=False)
-    Aqa = _gram(x, b, g, False, False)
     # x7 = gram(a, b; g, before, strict=True)
     x7 = _gram(a, b, g, True, True)
     # M3 = gram(a, k; g, before, strict=True)
@@ -1775,12 +1779,22 @@ def _forward_torch(
     E = _inverse_of((-x7))
     # W = E @ (a * exp(x9))
     W = E @ (a * torch.exp(x9))
-    # x5 = Aqk @ v
-    x5 = Aqk @ v
     # x8 = M3 @ v
     x8 = M3 @ v
     # U = E @ x8
     U = E @ x8
+    # x = scale * q
+    x = scale * q
+    # x2 = sum[to](g)
+    x2 = _run(g, 'to')
+    # QL = x * exp(x2)
+    QL = x * torch.exp(x2)
+    # Aqk = gram(x, k; g, to, strict=False)
+    Aqk = _gram(x, k, g, False, False)
+    # Aqa = gram(x, b; g, to, strict=False)
+    Aqa = _gram(x, b, g, False, False)
+    # x5 = Aqk @ v
+    x5 = Aqk @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
@@ -1847,18 +1861,12 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, a, b, g, = (_chunks(x, HV, C, dtype) for x in given)
-    if needs & 4:
-        # U2 = E @ M3
-        U2 = E @ M3
     # x2 = sum[before](g)
     x2 = _run(g, 'before')
     # x3 = exp(x2)
     x3 = torch.exp(x2)
     # W = E @ (a * x3)
     W = E @ (a * x3)
-    if needs & 126:
-        # x26 = scale * q
-        x26 = scale * q
     # x23 = sum[after](g)
     x23 = _run(g, 'after')
     # x24 = exp(x23)
@@ -1872,6 +1880,9 @@ def _backward_torch(
     x80 = g.sum(-2)
     # Gc = exp(x80)
     Gc = torch.exp(x80)
+    if needs & 126:
+        # x26 = scale * q
+        x26 = scale * q
     # x19 = sum[to](g)
     x19 = _run(g, 'to')
     # x20 = exp(x19)
@@ -1884,34 +1895,11 @@ def _backward_torch(
         x = M3 @ v
         # U = E @ x
         U = E @ x
-    if needs & 35:
-        # dAqk = do @ v^T
-        dAqk = do @ v.mT
     if needs & 126:
         # x32 = Aqa^T @ do
         x32 = Aqa.mT @ do
         # x33 = -x32
         x33 = -x32
-    if needs & 4:
-        # x44 = Aqk^T @ do
-        x44 = Aqk.mT @ do
-    if needs & 3:
-        # x9 = diagonal(dAqk)
-        x9 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 1:
-        # x10 = x9 * k
-        x10 = x9[..., :, None] * k
-    if needs & 33:
-        # x14 = gram_dx(dAqk, k; g, to, strict=True)
-        x14 = _gram_dx(dAqk, k, g, False)
-        # x15 = -x14
-        x15 = -x14
-    if needs & 2:
-        # x27 = x9 * x26
-        x27 = x9[..., :, None] * x26
-    if needs & 34:
-        # x29 = gram_dy(dAqk, x26; g, to, strict=True)
-        x29 = _gram_dy(dAqk, x26, g, False)
     if needs & 57:
         S = state
         x6_all: list[Tensor] = []
@@ -1966,9 +1954,15 @@ def _backward_torch(
         end_dS = dS
         x34 = _stack(x34_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 4:
+        # U2 = E @ M3
+        U2 = E @ M3
     if needs & 49:
         # dAqa = do @ x6^T
         dAqa = do @ x6.mT
+    if needs & 35:
+        # dAqk = do @ v^T
+        dAqk = do @ v.mT
     if needs & 33:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1986,6 +1980,8 @@ def _backward_torch(
         x40 = KT @ dS
         # x41 = U2^T @ x34
         x41 = U2.mT @ x34
+        # x44 = Aqk^T @ do
+        x44 = Aqk.mT @ do
         # dv = (x40 + -x41) + x44
         dv = (x40 + (-x41)) + x44
     if needs & 56:
@@ -2020,22 +2016,29 @@ def _backward_torch(
     if needs & 17:
         # x7 = diagonal(dAqa)
         x7 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 3:
+        # x9 = diagonal(dAqk)
+        x9 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 33:
         # x12 = gram_dx(dAqa, b; g, to, strict=True)
         x12 = _gram_dx(dAqa, b, g, False)
-        # x17 = -(-x12 + x15)
-        x17 = -((-x12) + x15)
+        # x14 = gram_dx(dAqk, k; g, to, strict=True)
+        x14 = _gram_dx(dAqk, k, g, False)
+        # x17 = -(-x12 + -x14)
+        x17 = -((-x12) + (-x14))
     if needs & 1:
-        # dq = ((((x7 * b) + x10) + x17) + x21) * scale
-        dq = ((((x7[..., :, None] * b) + x10) + x17) + x21) * scale
+        # dq = ((((x7 * b) + (x9 * k)) + x17) + x21) * scale
+        dq = ((((x7[..., :, None] * b) + (x9[..., :, None] * k)) + x17) + x21) * scale
     if needs & 34:
+        # x29 = gram_dy(dAqk, x26; g, to, strict=True)
+        x29 = _gram_dy(dAqk, x26, g, False)
         # x37 = gram_dy(x36, a; g, before, strict=True)
         x37 = _gram_dy(x36, a, g, True)
         # x39 = x29 + -x37
         x39 = x29 + (-x37)
     if needs & 2:
-        # dk = (x25 + x27) + x39
-        dk = (x25 + x27) + x39
+        # dk = (x25 + (x9 * x26)) + x39
+        dk = (x25 + (x9[..., :, None] * x26)) + x39
     if needs & 40:
         # x46 = gram_dx(x45, b; g, before, strict=True)
         x46 = _gram_dx(x45, b, g, True)

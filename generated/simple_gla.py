@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program b8b9a4f9:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program 3ef51051:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -44,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla"]
 
-_NAME = "simple_gla_b8b9a4f9"
+_NAME = "simple_gla_3ef51051"
 
 
 def _jit(function: Any) -> Any:
@@ -442,17 +442,10 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    do_ptr,
-    v_ptr,
-    g_ptr,
     k_ptr,
+    g_ptr,
     q_ptr,
-    Aqa_ptr,
-    x6_out,
-    x17_out,
     AT_out,
-    x19_out,
-    x24_out,
     Gc_out,
     QL_out,
     scale,
@@ -508,45 +501,6 @@ def _backward_prepare(
         # QL = (scale * q) * x8
         QL = (scale * q) * x8[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    dAqa = tl.zeros([C, C, ], tl.float32)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-    for v0 in range(0, V, BV):
-        col_v = v0 + tl.arange(0, BV)
-        in_v = col_v < V
-        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # dAqa = do @ v^T
-        dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
-        # x19 = Aqa^T @ do
-        x19 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x19_out + tile * C * V, x19, row, col_v, V, C, V, V % BV == 0)
-    # x = pair(g, to, strict=True)
-    x = _pairs(g, row, False, True, GATE_PARTS)
-    # x2 = x * dAqa
-    x2 = x * dAqa
-    # x4 = diagonal(dAqa)
-    x4 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    x24 = tl.zeros([C, ], tl.float32)
-    for k0 in range(0, K, BK):
-        col_k = k0 + tl.arange(0, BK)
-        in_k = col_k < K
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x3 = x2 @ k
-        x3 = _dot(x2, k, DOT, PRECISION)
-        # x6 = x3 + (x4 * k)
-        x6 = x3 + (x4[:, None] * k)
-        _store_rows(x6_out + tile * C * K, x6, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x14 = scale * q
-        x14 = scale * q
-        # x15 = x2^T @ x14
-        x15 = _dot(tl.trans(x2), x14, DOT, PRECISION)
-        # x17 = x15 + (x4 * x14)
-        x17 = x15 + (x4[:, None] * x14)
-        _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K % BK == 0)
-        # x24 = sum_K(((x14 * x3) + -(k * x15)))
-        x24 += tl.sum(((x14 * x3) + (-(k * x15))), 1)
-    tl.store(x24_out + tile * C + row, x24, mask=row < C)
 
 
 @_jit
@@ -676,22 +630,16 @@ def _backward_reverse(
 @_jit
 def _backward_finish(
     do_ptr,
-    S_ptr,
-    g_ptr,
-    x6_ptr,
     v_ptr,
+    S_ptr,
     dS_ptr,
-    x17_ptr,
     AT_ptr,
-    x19_ptr,
-    q_ptr,
-    x24_ptr,
-    k_ptr,
-    Gc_ptr,
-    dq_out,
-    dk_out,
+    Aqa_ptr,
+    dAqa_out,
+    dQL_out,
+    dAT_out,
     dv_out,
-    dg_out,
+    x36_out,
     scale,
     T,
     NT,
@@ -722,24 +670,29 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
+    dAqa = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
     AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     x36 = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # dAqa = do @ v^T
+        dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = v @ dS^T
         dAT += _dot(v, tl.trans(dS), DOT, PRECISION)
         # x18 = AT @ dS
         x18 = _dot(AT, dS, DOT, PRECISION)
-        x19 = _load_rows(x19_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x19 = Aqa^T @ do
+        x19 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # dv = x18 + x19
         dv = x18 + x19
         if NEED & 4:
@@ -748,38 +701,107 @@ def _backward_finish(
         x35 = dS * S
         # x36 = sum_V(x35)
         x36 += tl.sum(x35, 1)
+    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x36_out + tile * K + col_k, x36, mask=col_k < K)
+
+
+@_jit
+def _backward_finish_1(
+    g_ptr,
+    dAqa_ptr,
+    k_ptr,
+    dQL_ptr,
+    dAT_ptr,
+    q_ptr,
+    x36_ptr,
+    Gc_ptr,
+    dq_out,
+    dk_out,
+    dg_out,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+    GATE_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SAVE: tl.constexpr,
+    NEED: tl.constexpr,
+):
+    """One program a chunk and head."""
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    in_c = row < T - start
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x = pair(g, to, strict=True)
+    x = _pairs(g, row, False, True, GATE_PARTS)
+    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
+    # x2 = x * dAqa
+    x2 = x * dAqa
+    # x4 = diagonal(dAqa)
+    x4 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
     # x7 = sum[to](g)
     x7 = _sums_of_numbers(_keep_to(row), g)
     # x8 = exp(x7)
     x8 = tl.exp(x7)
-    x6 = _load_rows(x6_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dq = (x6 + (dQL * x8)) * scale
-    dq = (x6 + (dQL * x8[:, None])) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
     # x11 = sum[after](g)
     x11 = _sums_of_numbers(_keep_after(row), g)
     # x12 = exp(x11)
     x12 = tl.exp(x11)
-    x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dk = (dAT * x12) + x17
-    dk = (dAT * x12[:, None]) + x17
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x26 = sum_K((dQL * (scale * q)))
-    x26 = tl.sum((dQL * (scale * q)), 1)
-    x24 = tl.load(x24_ptr + tile * C + row, mask=row < C, other=0.0)
+    x24 = tl.zeros([C, ], tl.float32)
+    x26 = tl.zeros([C, ], tl.float32)
+    x31 = tl.zeros([C, ], tl.float32)
+    dGc = tl.zeros([], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x3 = x2 @ k
+        x3 = _dot(x2, k, DOT, PRECISION)
+        dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((x3 + (x4 * k)) + (dQL * x8)) * scale
+        dq = ((x3 + (x4[:, None] * k)) + (dQL * x8[:, None])) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x14 = scale * q
+        x14 = scale * q
+        # x15 = x2^T @ x14
+        x15 = _dot(tl.trans(x2), x14, DOT, PRECISION)
+        dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = (dAT * x12) + (x15 + (x4 * x14))
+        dk = (dAT * x12[:, None]) + (x15 + (x4[:, None] * x14))
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x24 = sum_K(((x14 * x3) + -(k * x15)))
+        x24 += tl.sum(((x14 * x3) + (-(k * x15))), 1)
+        # x26 = sum_K((dQL * x14))
+        x26 += tl.sum((dQL * x14), 1)
+        # x31 = sum_K((dAT * k))
+        x31 += tl.sum((dAT * k), 1)
+        x36 = tl.load(x36_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x36)
+        dGc += tl.sum(x36, 0)
     # x29 = sum[from]((x24 + (x26 * x8)))
     x29 = _sums_of_numbers(_keep_from(row), (x24 + (x26 * x8)))
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x31 = sum_K((dAT * k))
-    x31 = tl.sum((dAT * k), 1)
     # x33 = sum[before]((x31 * x12))
     x33 = _sums_of_numbers(_keep_before(row), (x31 * x12))
-    # dGc = sum_K(x36)
-    dGc = tl.sum(x36, 0)
     Gc = tl.load(Gc_ptr + tile)
     # dg = (x29 + x33) + (dGc * Gc)
     dg = (x29 + x33) + (dGc * Gc)
@@ -790,19 +812,20 @@ def _backward_finish(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages) by kernel; the first
+#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
         2,
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1),
-            "scan": (0, 64, 4, 3),
-            "reverse": (0, 64, 4, 3),
-            "finish": (0, 64, 8, 1),
-            "finish_1": (64, 64, 8, 1),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 4, 3, 0),
+            "reverse": (0, 64, 4, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -810,11 +833,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 8, 1),
-            "finish_1": (64, 32, 8, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (64, 32, 8, 1, 0),
         },
     ),
     (
@@ -822,16 +846,17 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int]]], ...]
         256,
         16,
         {
-            "prepare": (64, 32, 4, 1),
-            "scan": (0, 32, 4, 3),
-            "reverse": (0, 32, 4, 3),
-            "finish": (0, 32, 4, 1),
-            "finish_1": (64, 32, 4, 1),
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 4, 1, 0),
+            "finish_1": (64, 32, 4, 1, 0),
         },
     ),
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
-_WALK_K = ('forward.prepare', 'backward.prepare')
+_WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [2, 2, 0],
@@ -840,7 +865,7 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int]]]:
+def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
     """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
     for element, largest, chunk, table in _CONFIGS:
         if size == element and largest >= K:
@@ -894,7 +919,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     }
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
-        block_k, block_v, warps, stages = table[key.partition(".")[2]]
+        block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
         BK, BV = _power(K), min(block_v, _power(V))
         if key in _WALK_K:
             BK = min(block_k, BK)
@@ -903,6 +928,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             tiles = size * C * (keys * BK + values * BV + squares * C)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
+        if registers and torch.version.hip is None:
+            own[key]["maxnreg"] = registers
     return shared, own
 
 
@@ -1011,27 +1038,16 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0)
     with _on(q):
         if needs & 31:
-            x6 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x19 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x24 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                do,
-                v,
-                g,
                 k,
+                g,
                 q,
-                Aqa,
-                x6,
-                x17,
                 AT,
-                x19,
-                x24,
                 Gc,
                 QL,
                 scale,
@@ -1091,26 +1107,24 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 15:
+            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x36 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
                 do,
-                kept_S,
-                g,
-                x6,
                 v,
+                kept_S,
                 kept_dS,
-                x17,
                 AT,
-                x19,
-                q,
-                x24,
-                k,
-                Gc,
-                dq,
-                dk,
+                Aqa,
+                dAqa,
+                dQL,
+                dAT,
                 dv,
-                dg,
+                x36,
                 scale,
                 T,
                 NT,
@@ -1120,6 +1134,31 @@ def _backward_triton(
                 NEED=needs,
                 **shared,
                 **own["backward.finish"],
+            )
+        if needs & 11:
+            _launch(
+                _backward_finish_1,
+                B * NT * HV,
+                g,
+                dAqa,
+                k,
+                dQL,
+                dAT,
+                q,
+                x36,
+                Gc,
+                dq,
+                dk,
+                dg,
+                scale,
+                T,
+                NT,
+                H,
+                HV,
+                SAVE=True,
+                NEED=needs,
+                **shared,
+                **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(dg, g), dh0]
 
@@ -1358,44 +1397,14 @@ def _backward_torch(
     x7 = _run(g[..., None], 'to')[..., 0]
     # x8 = exp(x7)
     x8 = torch.exp(x7)
-    if needs & 30:
-        # x14 = scale * q
-        x14 = scale * q
     if needs & 13:
         # AT = k * x12
         AT = k * x12[..., :, None]
     if needs & 30:
+        # x14 = scale * q
+        x14 = scale * q
         # QL = x14 * x8
         QL = x14 * x8[..., :, None]
-    if needs & 11:
-        # dAqa = do @ v^T
-        dAqa = do @ v.mT
-    if needs & 4:
-        # x19 = Aqa^T @ do
-        x19 = Aqa.mT @ do
-    if needs & 11:
-        # x = pair(g, to, strict=True)
-        x = _pairs_of(g, False, True)
-        # x2 = x * dAqa
-        x2 = x * dAqa
-    if needs & 3:
-        # x4 = diagonal(dAqa)
-        x4 = dAqa.diagonal(dim1=-2, dim2=-1)
-    if needs & 9:
-        # x3 = x2 @ k
-        x3 = x2 @ k
-    if needs & 1:
-        # x6 = x3 + (x4 * k)
-        x6 = x3 + (x4[..., :, None] * k)
-    if needs & 10:
-        # x15 = x2^T @ x14
-        x15 = x2.mT @ x14
-    if needs & 2:
-        # x17 = x15 + (x4 * x14)
-        x17 = x15 + (x4[..., :, None] * x14)
-    if needs & 8:
-        # x24 = sum_K(((x14 * x3) + -(k * x15)))
-        x24 = ((x14 * x3) + (-(k * x15))).sum(-1)
     if needs & 9:
         S = state
         kept_S_all: list[Tensor] = []
@@ -1426,6 +1435,9 @@ def _backward_torch(
             dS = dS_prev
         end_dS = dS
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 11:
+        # dAqa = do @ v^T
+        dAqa = do @ v.mT
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1435,6 +1447,8 @@ def _backward_torch(
     if needs & 4:
         # x18 = AT @ dS
         x18 = AT @ dS
+        # x19 = Aqa^T @ do
+        x19 = Aqa.mT @ do
         # dv = x18 + x19
         dv = x18 + x19
     if needs & 8:
@@ -1442,23 +1456,39 @@ def _backward_torch(
         x35 = dS * S
         # x36 = sum_V(x35)
         x36 = x35.sum(-1)
+    if needs & 11:
+        # x = pair(g, to, strict=True)
+        x = _pairs_of(g, False, True)
+        # x2 = x * dAqa
+        x2 = x * dAqa
+    if needs & 3:
+        # x4 = diagonal(dAqa)
+        x4 = dAqa.diagonal(dim1=-2, dim2=-1)
+    if needs & 9:
+        # x3 = x2 @ k
+        x3 = x2 @ k
     if needs & 1:
-        # dq = (x6 + (dQL * x8)) * scale
-        dq = (x6 + (dQL * x8[..., :, None])) * scale
+        # dq = ((x3 + (x4 * k)) + (dQL * x8)) * scale
+        dq = ((x3 + (x4[..., :, None] * k)) + (dQL * x8[..., :, None])) * scale
+    if needs & 10:
+        # x15 = x2^T @ x14
+        x15 = x2.mT @ x14
     if needs & 2:
-        # dk = (dAT * x12) + x17
-        dk = (dAT * x12[..., :, None]) + x17
+        # dk = (dAT * x12) + (x15 + (x4 * x14))
+        dk = (dAT * x12[..., :, None]) + (x15 + (x4[..., :, None] * x14))
     if needs & 8:
+        # x24 = sum_K(((x14 * x3) + -(k * x15)))
+        x24 = ((x14 * x3) + (-(k * x15))).sum(-1)
         # x26 = sum_K((dQL * x14))
         x26 = (dQL * x14).sum(-1)
-        # x29 = sum[from]((x24 + (x26 * x8)))
-        x29 = _run((x24 + (x26 * x8))[..., None], 'from')[..., 0]
         # x31 = sum_K((dAT * k))
         x31 = (dAT * k).sum(-1)
-        # x33 = sum[before]((x31 * x12))
-        x33 = _run((x31 * x12)[..., None], 'before')[..., 0]
         # dGc = sum_K(x36)
         dGc = x36.sum(-1)
+        # x29 = sum[from]((x24 + (x26 * x8)))
+        x29 = _run((x24 + (x26 * x8))[..., None], 'from')[..., 0]
+        # x33 = sum[before]((x31 * x12))
+        x33 = _run((x31 * x12)[..., None], 'before')[..., 0]
         # dg = (x29 + x33) + (dGc * Gc)
         dg = (x29 + x33) + (dGc * Gc)[..., None]
     return [
