@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -196,11 +196,33 @@ def _train(module: ModuleType, case: Case) -> None:
     module._backward_triton(torch.zeros_like(o), final, *streams, state, *saved, 0.125, everything)
 
 
-def _as_on(module: ModuleType, target: Target) -> AbstractContextManager[Any]:
-    """The module asks for the shared memory that a program may use, if it asks for anything: the target answers."""
-    if not hasattr(module, "_shared_memory"):
-        return nullcontext()
-    return mock.patch.object(module, "_shared_memory", return_value=target.shared)
+@contextmanager
+def _as_on(module: ModuleType, target: Target) -> Iterator[None]:
+    """The module chooses its settings as it would on the target: it sees a GPU, that GPU's memory, and its vendor."""
+    choose = module._setting
+
+    def setting(q: torch.Tensor, *rest: Any) -> Any:
+        return choose(OnDevice(q), *rest)
+
+    vendor = "0" if target.gpu.backend == "hip" else None
+    with (
+        mock.patch.object(module, "_setting", setting),
+        mock.patch.object(module, "_shared_memory", return_value=target.shared),
+        mock.patch.object(torch.version, "hip", vendor),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """What settings read of a tensor, for a CPU tensor that stands for one of a GPU."""
+
+    tensor: torch.Tensor
+    is_cuda: bool = True
+    device: torch.device = field(default=torch.device("cuda", 0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

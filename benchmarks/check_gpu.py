@@ -253,17 +253,17 @@ def rows_of(path: Path) -> list[Json]:
 
 
 def kind_of(key: str, case: Json) -> str:
-    """The column of a tensor; gate gradients at strong decay are judged by more than rr, so they stand apart."""
+    """The column of a tensor; gate gradients at strong decay are nearly nothing, and judged so, hence stand apart."""
     from oracles import GATES
 
     if key in ("o", "ht"):
         return "outputs"
     if key[1:] not in GATES:
         return "gradients"
-    return "dg, strong" if key == "dg" and case["gates"] in STRONG else "gates"
+    return "gates, strong" if case["gates"] in STRONG else "gates"
 
 
-COLUMNS = ("outputs", "gradients", "gates", "dg, strong")
+COLUMNS = ("outputs", "gradients", "gates", "gates, strong")
 
 
 def worst_table(rows: Sequence[Json]) -> str:

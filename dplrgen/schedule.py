@@ -303,7 +303,7 @@ def _kernel(program, slot, wanted, owner, cheap, states, results, saved) -> Kern
     name = _KIND[stage] + ("" if part == 0 else f"_{part}")
     new, step = states[state] if state is not None else (None, 1)
     kept = state is not None and any(state in m.args for m in later)
-    phases, whole = ((Phase("", tuple(body)),), True) if scan else _walks(body)
+    phases, whole = ((Phase("", tuple(body)),), True) if scan else _walks(body, frozenset(stores))
     pair = (state, new) if state is not None else None
     return Kernel(name, "scan" if scan else "parallel", loads, phases, stores, pair, step, kept, whole)
 
@@ -321,20 +321,20 @@ def _reached(roots: list[Node], cheap: set[Node], owner: Mapping[Node, object], 
                 yield from _reached([a], cheap, owner, scan)
 
 
-def _walks(body: list[Node]) -> tuple[tuple[Phase, ...], bool]:
+def _walks(body: list[Node], kept: frozenset[Node]) -> tuple[tuple[Phase, ...], bool]:
     """The phases of a parallel kernel, with K walked in blocks where that can be, and whether it is not."""
     if not any(has(n, "K") and has(n, "V") for n in body):
         try:
-            return _phases(body, ("K", "V")), False
+            return _phases(body, ("K", "V"), kept), False
         except IRError:
             pass  # a product would be needed in two walks over K
-    return _phases(body, ("V",)), True
+    return _phases(body, ("V",), kept), True
 
 
-def _phases(body: list[Node], loops: tuple[str, ...]) -> tuple[Phase, ...]:
+def _phases(body: list[Node], loops: tuple[str, ...], kept: frozenset[Node]) -> tuple[Phase, ...]:
     """Phases in order: even ones without a loop, odd ones in loops. A contraction ends its loop.
 
-    A cheap value that two loops want is computed in both; IRError if a product were.
+    A cheap value that two loops want is computed in both; IRError if a product were. ``kept`` values are stored.
     """
     walk = {n: next((axis for axis in loops if has(n, axis)), "") for n in body}
     number: dict[Node, int] = {}
@@ -355,7 +355,10 @@ def _phases(body: list[Node], loops: tuple[str, ...]) -> tuple[Phase, ...]:
             again = {n for n in topological(mine) if axis and number.get(n, p) < p and axis in n.axes}
             if any(OPS[n.op].cost != "cheap" for n in again):
                 raise IRError(f"a product would be needed in two loops over {axis} of one kernel")
-            phases.append(Phase(axis, tuple(n for n in body if n in again or n in mine)))
+            here = [n for n in body if n in again or n in mine]
+            used = set(topological([n for n in here if not axis or n in kept or contracts(n, axis)]))
+            if any(n in used for n in here):
+                phases.append(Phase(axis, tuple(n for n in here if n in used)))
     return tuple(phases)
 
 

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program 9bdd1bf4:
+# Comba: the erase key is an input of its own, program 31129242:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba"]
 
-_NAME = "comba_9bdd1bf4"
+_NAME = "comba_31129242"
 
 
 def _jit(function: Any) -> Any:
@@ -346,7 +346,6 @@ def _forward_prepare(
     tl.store(Gc_out + tile, Gc)
     x3 = tl.zeros([C, C, ], tl.float32)
     x5 = tl.zeros([C, C, ], tl.float32)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -359,20 +358,12 @@ def _forward_prepare(
         p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x5 = p @ k^T
         x5 += _dot(p, tl.trans(k), DOT, PRECISION)
-        # BL = (beta * p) * x10
-        BL = (beta[:, None] * p) * x10[:, None]
         # QL = x2 * x10
         QL = x2 * x10[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
         # AT = k * x16
         AT = k * x16[:, None]
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-    for v0 in range(0, V, BV):
-        col_v = v0 + tl.arange(0, BV)
-        in_v = col_v < V
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x7 = beta * v
-        x7 = beta[:, None] * v
     # x = pair(g, to, strict=False)
     x = _pairs(g, row, False, False, GATE_PARTS)
     # Aqa = x * x3
@@ -380,6 +371,7 @@ def _forward_prepare(
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True, GATE_PARTS)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse((beta[:, None] * (x4 * x5)), row, C, LEVELS, SOLVE)
     if SAVE:

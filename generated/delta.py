@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program 867ff141:
+# the delta rule, no decay, program a4fb2409:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta"]
 
-_NAME = "delta_867ff141"
+_NAME = "delta_a4fb2409"
 
 
 def _jit(function: Any) -> Any:
@@ -339,12 +339,6 @@ def _forward_prepare(
         x += _dot(QL, tl.trans(k), DOT, PRECISION)
         # x2 = (beta * k) @ k^T
         x2 += _dot((beta[:, None] * k), tl.trans(k), DOT, PRECISION)
-    for v0 in range(0, V, BV):
-        col_v = v0 + tl.arange(0, BV)
-        in_v = col_v < V
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x3 = beta * v
-        x3 = beta[:, None] * v
     # Aqa = mask(x, strict=False)
     Aqa = tl.where(_keep_to(row), x, 0.0)
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 7c096994:
+# gated diagonal plus low rank, the master form, program d3cb0700:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr"]
 
-_NAME = "dplr_7c096994"
+_NAME = "dplr_d3cb0700"
 
 
 def _jit(function: Any) -> Any:
@@ -366,10 +366,6 @@ def _forward_prepare(
             decayed_2 = (k * decay).to(DOT)
             N += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
             Abk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        # x2 = sum[to](g)
-        x2 = _sums(_keep_to(row), g, GATE_PARTS)
-        # BL = b * exp(x2)
-        BL = b * tl.exp(x2)
         # x12 = sum[all](g)
         x12 = tl.sum(g, 0)
         # Gc = exp(x12)
@@ -1757,10 +1753,6 @@ def _forward_torch(
     N = _gram(b, a, g, False, True)
     # Abk = gram(b, k; g, to, strict=True)
     Abk = _gram(b, k, g, False, True)
-    # x2 = sum[to](g)
-    x2 = _run(g, 'to')
-    # x3 = exp(x2)
-    x3 = torch.exp(x2)
     # x12 = sum[all](g)
     x12 = g.sum(-2)
     # Gc = exp(x12)
@@ -1775,6 +1767,10 @@ def _forward_torch(
     AT = a * x15
     # E = inverse(N)
     E = _inverse_of(N)
+    # x2 = sum[to](g)
+    x2 = _run(g, 'to')
+    # x3 = exp(x2)
+    x3 = torch.exp(x2)
     # W = E @ (b * x3)
     W = E @ (b * x3)
     # x7 = Abk @ v

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 5c350dd5:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 0c9229ea:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_5c350dd5"
+_NAME = "dplr_absorbed_0c9229ea"
 
 
 def _jit(function: Any) -> Any:
@@ -368,10 +368,6 @@ def _forward_prepare(
             decayed_2 = (k * decay).to(DOT)
             N += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
             Abk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        # x8 = sum[before](g)
-        x8 = _sums(_keep_before(row), g, GATE_PARTS)
-        # BL = d * exp(x8)
-        BL = d * tl.exp(x8)
         # x14 = sum[all](g)
         x14 = tl.sum(g, 0)
         # Gc = exp(x14)
@@ -1763,8 +1759,6 @@ def _forward_torch(
     N = _gram(d, a, g, True, True)
     # Abk = gram(d, k; g, before, strict=True)
     Abk = _gram(d, k, g, True, True)
-    # x8 = sum[before](g)
-    x8 = _run(g, 'before')
     # x14 = sum[all](g)
     x14 = g.sum(-2)
     # Gc = exp(x14)
@@ -1779,6 +1773,8 @@ def _forward_torch(
     AT = a * x17
     # E = inverse(N)
     E = _inverse_of(N)
+    # x8 = sum[before](g)
+    x8 = _run(g, 'before')
     # W = E @ (d * exp(x8))
     W = E @ (d * torch.exp(x8))
     # x7 = Abk @ v

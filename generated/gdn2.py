@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program 958b8deb:
+# Gated DeltaNet 2: erase and write gates a channel, program 0ee4b942:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2"]
 
-_NAME = "gdn2_958b8deb"
+_NAME = "gdn2_0ee4b942"
 
 
 def _jit(function: Any) -> Any:
@@ -354,10 +354,6 @@ def _forward_prepare(
             decayed_0 = (x2 * decay).to(DOT)
             decayed_1 = (k * decay).to(DOT)
             Abk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-        # x4 = sum[to](g)
-        x4 = _sums(_keep_to(row), g, GATE_PARTS)
-        # BL = x2 * exp(x4)
-        BL = x2 * tl.exp(x4)
         # x10 = sum[after](g)
         x10 = _sums(_keep_after(row), g, GATE_PARTS)
         # AT = k * exp(x10)
@@ -368,13 +364,6 @@ def _forward_prepare(
         # Gc = exp(x13)
         Gc = tl.exp(x13)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    for v0 in range(0, V, BV):
-        col_v = v0 + tl.arange(0, BV)
-        in_v = col_v < V
-        w = _load_rows(w_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x3 = w * v
-        x3 = w * v
     # E = inverse(Abk)
     E = _inverse(Abk, row, C, LEVELS, SOLVE)
     if SAVE:
@@ -1603,10 +1592,6 @@ def _forward_torch(
     x2 = e * k
     # Abk = gram(x2, k; g, to, strict=True)
     Abk = _gram(x2, k, g, False, True)
-    # x4 = sum[to](g)
-    x4 = _run(g, 'to')
-    # x5 = exp(x4)
-    x5 = torch.exp(x4)
     # x10 = sum[after](g)
     x10 = _run(g, 'after')
     # AT = k * exp(x10)
@@ -1617,6 +1602,10 @@ def _forward_torch(
     Gc = torch.exp(x13)
     # E = inverse(Abk)
     E = _inverse_of(Abk)
+    # x4 = sum[to](g)
+    x4 = _run(g, 'to')
+    # x5 = exp(x4)
+    x5 = torch.exp(x4)
     # W = E @ (x2 * x5)
     W = E @ (x2 * x5)
     # U = E @ (w * v)

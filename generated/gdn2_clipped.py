@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 4fe0821e:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 63325eaf:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_4fe0821e"
+_NAME = "gdn2_clipped_63325eaf"
 
 
 def _jit(function: Any) -> Any:
@@ -422,10 +422,6 @@ def _forward_prepare(
             decayed_1 = (j * decay).to(DOT)
             x33 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
             x34 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_0), DOT, PRECISION), 0.0)
-        # x27 = sum[to](x26)
-        x27 = _sums(_keep_to(row), x26, GATE_PARTS)
-        # BL = x2 * exp(x27)
-        BL = x2 * tl.exp(x27)
         # x40 = sum[all](x26)
         x40 = tl.sum(x26, 0)
         # Gc = exp(x40)
@@ -530,9 +526,6 @@ def _forward_prepare_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x2 = eta * k
         x2 = eta[:, None] * k
@@ -541,12 +534,6 @@ def _forward_prepare_1(
         j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x7 = sum_K((j * j))
         x7 += tl.sum((j * j), 1)
-    for v0 in range(0, V, BV):
-        col_v = v0 + tl.arange(0, BV)
-        in_v = col_v < V
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x30 = eta * v
-        x30 = eta[:, None] * v
     # x5 = sqrt(x4)
     x5 = tl.sqrt(x4)
     # x8 = sqrt(x7)
@@ -792,9 +779,6 @@ def _backward_prepare(
         j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x8 = sum_K((j * j))
         x8 += tl.sum((j * j), 1)
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x48 = scale * q
-        x48 = scale * q
     Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
@@ -2106,10 +2090,6 @@ def _forward_torch(
     x33 = _gram(k, j, x26, False, True)
     # x34 = gram(k, k; x26, to, strict=True)
     x34 = _gram(k, k, x26, False, True)
-    # x27 = sum[to](x26)
-    x27 = _run(x26, 'to')
-    # x28 = exp(x27)
-    x28 = torch.exp(x27)
     # x40 = sum[all](x26)
     x40 = x26.sum(-2)
     # Gc = exp(x40)
@@ -2126,6 +2106,10 @@ def _forward_torch(
     E = _inverse_of((eta[..., :, None] * x33))
     # Abk = eta * x34
     Abk = eta[..., :, None] * x34
+    # x27 = sum[to](x26)
+    x27 = _run(x26, 'to')
+    # x28 = exp(x27)
+    x28 = torch.exp(x27)
     # W = E @ (x2 * x28)
     W = E @ (x2 * x28)
     # x35 = Abk @ x30
@@ -2218,9 +2202,6 @@ def _backward_torch(
     x7 = j * j
     # x8 = sum_K(x7)
     x8 = x7.sum(-1)
-    if needs & 126:
-        # x48 = scale * q
-        x48 = scale * q
     if needs & 55:
         # x = eta * v
         x = eta[..., :, None] * v
@@ -2293,6 +2274,8 @@ def _backward_torch(
         # KT = k * x46
         KT = k * x46
     if needs & 126:
+        # x48 = scale * q
+        x48 = scale * q
         # QL = x48 * x29
         QL = x48 * x29
     if needs & 55:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 29a2d7c3:
+# gated linear attention, one decay a channel, program 0566dcc9:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -44,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla"]
 
-_NAME = "gla_29a2d7c3"
+_NAME = "gla_0566dcc9"
 
 
 def _jit(function: Any) -> Any:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program 986fc3ea:
+# Kimi Delta Attention, program d328018e:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda"]
 
-_NAME = "kda_986fc3ea"
+_NAME = "kda_d328018e"
 
 
 def _jit(function: Any) -> Any:
@@ -327,7 +327,6 @@ def _forward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     x2 = tl.zeros([C, C, ], tl.float32)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -348,10 +347,6 @@ def _forward_prepare(
             edge = _edge(row, level)
             decayed_0 = (k * decay).to(DOT)
             x2 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_0), DOT, PRECISION), 0.0)
-        # x5 = sum[to](g)
-        x5 = _sums(_keep_to(row), g, GATE_PARTS)
-        # BL = (beta * k) * exp(x5)
-        BL = (beta[:, None] * k) * tl.exp(x5)
         # x11 = sum[after](g)
         x11 = _sums(_keep_after(row), g, GATE_PARTS)
         # AT = k * exp(x11)
@@ -362,12 +357,7 @@ def _forward_prepare(
         # Gc = exp(x14)
         Gc = tl.exp(x14)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    for v0 in range(0, V, BV):
-        col_v = v0 + tl.arange(0, BV)
-        in_v = col_v < V
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x3 = beta * v
-        x3 = beta[:, None] * v
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * x2))
     E = _inverse((beta[:, None] * x2), row, C, LEVELS, SOLVE)
     if SAVE:
@@ -1593,10 +1583,6 @@ def _forward_torch(
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g, beta,))
     # x2 = gram(k, k; g, to, strict=True)
     x2 = _gram(k, k, g, False, True)
-    # x5 = sum[to](g)
-    x5 = _run(g, 'to')
-    # x6 = exp(x5)
-    x6 = torch.exp(x5)
     # x11 = sum[after](g)
     x11 = _run(g, 'after')
     # AT = k * exp(x11)
@@ -1607,6 +1593,10 @@ def _forward_torch(
     Gc = torch.exp(x14)
     # E = inverse((beta * x2))
     E = _inverse_of((beta[..., :, None] * x2))
+    # x5 = sum[to](g)
+    x5 = _run(g, 'to')
+    # x6 = exp(x5)
+    x6 = torch.exp(x5)
     # W = E @ ((beta * k) * x6)
     W = E @ ((beta[..., :, None] * k) * x6)
     # U = E @ (beta * v)

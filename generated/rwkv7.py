@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 51939c27:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 7bb31db2:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7"]
 
-_NAME = "rwkv7_51939c27"
+_NAME = "rwkv7_7bb31db2"
 
 
 def _jit(function: Any) -> Any:
@@ -366,10 +366,6 @@ def _forward_prepare(
             decayed_2 = (k * decay).to(DOT)
             x7 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
             M3 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
-        # x9 = sum[before](g)
-        x9 = _sums(_keep_before(row), g, GATE_PARTS)
-        # x11 = a * exp(x9)
-        x11 = a * tl.exp(x9)
         # x15 = sum[all](g)
         x15 = tl.sum(g, 0)
         # Gc = exp(x15)
@@ -1761,8 +1757,6 @@ def _forward_torch(
     x7 = _gram(a, b, g, True, True)
     # M3 = gram(a, k; g, before, strict=True)
     M3 = _gram(a, k, g, True, True)
-    # x9 = sum[before](g)
-    x9 = _run(g, 'before')
     # x15 = sum[all](g)
     x15 = g.sum(-2)
     # Gc = exp(x15)
@@ -1777,6 +1771,8 @@ def _forward_torch(
     AT = b * x18
     # E = inverse(-x7)
     E = _inverse_of((-x7))
+    # x9 = sum[before](g)
+    x9 = _run(g, 'before')
     # W = E @ (a * exp(x9))
     W = E @ (a * torch.exp(x9))
     # x8 = M3 @ v

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program 3ef51051:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program 94fb5dc7:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -44,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla"]
 
-_NAME = "simple_gla_3ef51051"
+_NAME = "simple_gla_94fb5dc7"
 
 
 def _jit(function: Any) -> Any:

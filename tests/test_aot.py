@@ -134,10 +134,14 @@ def test_what_a_target_lacks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (got.row, got.error) == (None, "RuntimeError: no such instruction")
 
 
-def test_launches_are_noted_and_put_back() -> None:
+def test_launches_are_noted_as_the_target_makes_them() -> None:
+    """float32 gates ask for three parts; where there is less shared memory, scans keep fewer chunks in flight."""
     module = aot.load("kda")
-    launch = module._launch
-    noted = aot.launches(aot.Case("kda", "sm_90", "mixed", 64))
-    assert module._launch is launch
-    assert len({x.label for x in noted}) == len(noted)
-    assert {x.options["GATE_PARTS"] for x in noted} == {3}
+    before = module._launch, module._setting, module._shared_memory
+    noted = {t: aot.launches(aot.Case("kda", t, "mixed", 128)) for t in aot.TARGETS}
+    assert (module._launch, module._setting, module._shared_memory) == before
+    for launches in noted.values():
+        assert len({x.label for x in launches}) == len(launches)
+        assert {x.options["GATE_PARTS"] for x in launches} == {3}
+    stages = {t: sum(x.options["num_stages"] for x in launches) for t, launches in noted.items()}
+    assert stages["sm_90"] > stages["sm_80"] > stages["gfx942"]

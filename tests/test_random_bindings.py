@@ -20,7 +20,7 @@ from dplrgen.passes import count
 torch.set_num_threads(1)
 
 SEEDS = range(200)
-INTERPRETED = SEEDS[::10]
+INTERPRETED = SEEDS[:180:9]
 PER_PROCESS = 5
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -58,7 +58,7 @@ def test_folds_fire_exactly_where_they_should(seed: int) -> None:
 def test_the_draw_covers_every_kind() -> None:
     drawn = [bindings.draw(seed) for seed in SEEDS]
     kinds = {d.kind for d in drawn}
-    assert len(kinds) == 22, sorted(kinds)
+    assert len(kinds) == 16, sorted(kinds)
     for fold in bindings.FOLDS:
         assert 10 <= sum(fold in d.folds for d in drawn) <= 190, fold
     operations = {n.op for d in drawn for n in bindings.topological(d.variant.streams().values())}
@@ -73,7 +73,7 @@ def test_kernels_in_the_interpreter(group: int, tmp_path) -> None:
     cases = []
     for seed in INTERPRETED[group * PER_PROCESS : (group + 1) * PER_PROCESS]:
         variant = bindings.draw(seed).variant
-        heads = 1 + seed // 10 % 2
+        heads = 1 + seed % 2
         sizes = Sizes(B=1, T=35, H=1, HV=heads, K=20, V=18)
         cases.append((variant, bindings.make_inputs(variant, sizes, torch.float32, seed)))
     failures = {
