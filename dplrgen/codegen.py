@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Plans:
     backward: Plan
 
 
+@lru_cache(maxsize=4)
 def plans(variant: Variant) -> Plans:
     """Compile a variant down to its kernels."""
     ahead = pipeline.forward(variant)[-1].program
@@ -442,13 +443,13 @@ def _tree(plan: Plan, group: list[tuple[str, int, Node]], local: Mapping[Node, s
         return local.get(n) or writer._operand(n, local)
 
     grams, dxs, dys = [], [], []
-    decayed: dict[tuple[str, str], str] = {}
+    decayed: dict[tuple[str, str, str], str] = {}
     label: dict[str, str] = {}  # a name for each operand, since one may be an expression
     cotangents: dict[str, str] = {}
 
-    def operand(expression: str, side: str) -> str:
+    def operand(expression: str, side: str, half: str) -> str:
         label.setdefault(expression, f"operand_{len(label)}")
-        return decayed.setdefault((expression, side), f"decayed_{len(decayed)}")
+        return decayed.setdefault((expression, side, half), f"{half}_{len(decayed)}")
 
     for name, sign, n in group:
         side = "decay_before" if n.attr("left") == "before" else "decay"
@@ -456,19 +457,20 @@ def _tree(plan: Plan, group: list[tuple[str, int, Node]], local: Mapping[Node, s
         entry = {"name": name, "strict": n.attr("strict"), "side": side, "assign": "+=" if sign > 0 else "-="}
         entry["equation"] = f"{name} {entry['assign'] if sign < 0 else '='} {show(n, writer.names)}"
         if n.op == "gram":
-            entry |= {"left": operand(first, side), "right": operand(second, "decay")}
+            entry |= {"left": operand(first, side, "left"), "right": operand(second, "decay", "right")}
             grams.append(entry | {"x": label[first], "y": label[second]})
             continue
         entry["d"] = cotangents.setdefault(first, f"cotangent_{len(cotangents)}")
         if n.op == "gram_dx":
-            dxs.append(entry | {"right": operand(second, "decay")})
+            dxs.append(entry | {"right": operand(second, "decay", "right")})
         else:
-            dys.append(entry | {"left": operand(second, side)})
+            dys.append(entry | {"left": operand(second, side, "left")})
     info = {
         "g": text(group[0][2].args[2]),
         "parts": "GATE_PARTS",
-        "decayed": [(name, expression, side) for (expression, side), name in decayed.items()],
+        "decayed": [(name, *key) for key, name in decayed.items()],
         "label": label,
+        "source": {name: expression for expression, name in cotangents.items()},
         "operands": [(name, expression) for expression, name in label.items()],
         "cotangents": [(name, expression) for expression, name in cotangents.items()],
         "grams": grams,
@@ -591,31 +593,28 @@ def _environment() -> jinja2.Environment:
     return env
 
 
+_UNSIGNED = "0" * 8
+
+
 def digest(variant: Variant) -> str:
-    """Eight hexadecimal digits over the programs, the schedule, the templates and the version."""
-    made = plans(variant)
-    h = hashlib.sha256(VERSION.encode())
-    h.update(variant.name.encode())
-    for n in variant.inputs:
-        h.update(repr((n.attrs, n.axes)).encode())
-    for plan in (made.forward, made.backward):
-        h.update(str(plan.program).encode())
-        h.update(repr([(k.name, [plan.names[n] for n in k.stores]) for k in plan.kernels]).encode())
-    h.update(repr(schedule.CONFIGS).encode())
-    for path in sorted([*TEMPLATES.glob("*.j2"), Path(__file__), Path(schedule.__file__)]):
-        h.update(path.read_bytes())
-    return h.hexdigest()[:8]
+    """Eight hexadecimal digits over everything that the variant's file says: program, schedule, templates, version."""
+    return hashlib.sha256(_text(variant, _UNSIGNED).encode()).hexdigest()[:8]
 
 
 def render(variant: Variant) -> str:
     """The text of ``generated/<variant>.py``."""
+    return _text(variant, digest(variant))
+
+
+@lru_cache(maxsize=4)
+def _text(variant: Variant, signature_digest: str) -> str:
     made = plans(variant)
     signature = {name: (heads, axes) for name, heads, axes in variant.signature()}
     ahead, back = _side(made.forward, signature, "forward"), _side(made.backward, signature, "backward")
     launches = [*ahead["kernels"], *back["kernels"]]
     context = {
         "variant": variant,
-        "digest": digest(variant),
+        "digest": signature_digest,
         "version": VERSION,
         "inputs": [
             {"name": name, "heads": heads, "axes": axes, "role": dict(n.attrs)["role"]}

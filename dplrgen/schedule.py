@@ -447,12 +447,12 @@ CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, i
         128,
         64,
         _options(
-            prepare=(64, 64, 4, 1, 0),
-            prepare_1=(64, 64, 4, 1, 0),
+            prepare=(64, 64, 4, 3, 168),
+            prepare_1=(128, 64, 4, 1, 0),
             scan=(0, 64, 4, 3, 0),
             reverse=(0, 64, 4, 3, 0),
-            finish=(0, 64, 8, 1, 0),
-            finish_1=(64, 64, 8, 1, 0),
+            finish=(0, 128, 8, 1, 0),
+            finish_1=(32, 64, 4, 1, 0),
         ),
     ),
     (

@@ -227,7 +227,7 @@ def set_op_gain(model: Model, gain: float) -> None:
 # Task 1: characters of English text
 
 LM_TOKENS, LM_BATCH = 256, 8
-LM_SCHEDULE = Schedule(steps=100, peak=4e-3, warmup=20)
+LM_SCHEDULE = Schedule(steps=80, peak=4e-3, warmup=20)
 VALIDATION_SHARE = 0.1
 
 
@@ -319,8 +319,8 @@ PAIRS, KEYS, VALUES, FILLERS, GAP = 8, 16, 16, 8, 256
 QUERIES = 2 * PAIRS  # every key is asked for twice
 # Binding a value to its key is learned without a gap, on short sequences, and then carried over to the real task.
 NEAR_BATCH, FAR_BATCH = 32, 16
-NEAR_SCHEDULE = Schedule(steps=100, peak=8e-3, warmup=20)
-FAR_SCHEDULE = Schedule(steps=30, peak=2e-3, warmup=5)
+NEAR_SCHEDULE = Schedule(steps=80, peak=8e-3, warmup=20)
+FAR_SCHEDULE = Schedule(steps=20, peak=2e-3, warmup=5)
 TEST_SEED = -1
 
 

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program a4fb2409:
+# the delta rule, no decay, program a7a40d09:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta"]
 
-_NAME = "delta_a4fb2409"
+_NAME = "delta_a7a40d09"
 
 
 def _jit(function: Any) -> Any:
@@ -845,12 +845,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1, 0),
-            "prepare_1": (64, 64, 4, 1, 0),
+            "prepare": (64, 64, 4, 3, 168),
+            "prepare_1": (128, 64, 4, 1, 0),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
-            "finish_1": (64, 64, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
         },
     ),
     (

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 0c9229ea:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 70966139:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_0c9229ea"
+_NAME = "dplr_absorbed_70966139"
 
 
 def _jit(function: Any) -> Any:
@@ -348,26 +348,51 @@ def _forward_prepare(
         operand_2_16 = _blocks(k, C, BK)
         N_16 = _block_zeros(C, 16)
         Abk_16 = _block_zeros(C, 16)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay_before).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            decayed_2 = (operand_2_16 * decay).to(DOT)
-            N_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Abk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            decay_before_16 = tl.exp(_block_sums(_reach(lane, level, True), g_16, C, GATE_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            left_0_16 = (operand_0_16 * decay_before_16).to(DOT)
+            right_1_16 = (operand_1_16 * decay_16).to(DOT)
+            right_2_16 = (operand_2_16 * decay_16).to(DOT)
+            N_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Abk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_before_16 = tl.exp(_block_sums(_reach(lane, 3, True), g_16, C, GATE_PARTS))
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        decay_before_left_16 = tl.where(second_16, decay_before_16, 0.0)
+        left_0_16 = (operand_0_16 * decay_before_left_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+        right_2_16 = (operand_2_16 * decay_right_16).to(DOT)
+        N_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        Abk_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
         N += _from_blocks(N_16, C)
         Abk += _from_blocks(Abk_16, C)
-        for level in range(4, LEVELS):
+        for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (d * decay_before).to(DOT)
-            decayed_1 = (a * decay).to(DOT)
-            decayed_2 = (k * decay).to(DOT)
-            N += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            Abk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            left_0 = (d * decay_before).to(DOT)
+            right_1 = (a * decay).to(DOT)
+            right_2 = (k * decay).to(DOT)
+            N += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            Abk += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_before = tl.exp(_sums(_reach(row, LEVELS - 1, True), g, GATE_PARTS))
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            decay_before_left = tl.where(second, decay_before, 0.0)
+            left_0 = (d * decay_before_left).to(DOT)
+            right_1 = (a * decay_right).to(DOT)
+            right_2 = (k * decay_right).to(DOT)
+            N += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            Abk += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
         # x14 = sum[all](g)
         x14 = tl.sum(g, 0)
         # Gc = exp(x14)
@@ -468,24 +493,45 @@ def _forward_prepare_1(
         operand_2_16 = _blocks(a, C, BK)
         Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
         Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            decayed_2 = (operand_2_16 * decay).to(DOT)
-            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            left_0_16 = (operand_0_16 * decay_16).to(DOT)
+            right_1_16 = (operand_1_16 * decay_16).to(DOT)
+            right_2_16 = (operand_2_16 * decay_16).to(DOT)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+        right_2_16 = (operand_2_16 * decay_right_16).to(DOT)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
         Aqk += _from_blocks(Aqk_16, C)
         Aqa += _from_blocks(Aqa_16, C)
-        for level in range(4, LEVELS):
+        for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (x * decay).to(DOT)
-            decayed_1 = (k * decay).to(DOT)
-            decayed_2 = (a * decay).to(DOT)
-            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            left_0 = (x * decay).to(DOT)
+            right_1 = (k * decay).to(DOT)
+            right_2 = (a * decay).to(DOT)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            left_0 = (x * decay_left).to(DOT)
+            right_1 = (k * decay_right).to(DOT)
+            right_2 = (a * decay_right).to(DOT)
+            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            Aqa += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
         # QL = x * exp(x2)
@@ -1079,50 +1125,89 @@ def _backward_finish_1(
         x56_16 = _block_zeros(C, BK)
         x36_16 = _block_zeros(C, BK)
         x49_16 = _block_zeros(C, BK)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            decayed_2 = (operand_2_16 * decay).to(DOT)
-            decayed_3 = (operand_3_16 * decay_before).to(DOT)
-            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
-            cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
-            cotangent_3 = tl.where(edge, cotangent_3_16, 0.0).to(DOT)
-            x16_16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x16_16 += decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
-            x56_16 -= decay_before * _dot(cotangent_3, decayed_0, DOT, PRECISION)
-            x56_16 += decay_before * _dot(cotangent_2, decayed_1, DOT, PRECISION)
-            x36_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_2, DOT, PRECISION)
-            x36_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_3, DOT, PRECISION)
-            x49_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_2, DOT, PRECISION)
-            x49_16 += decay * _dot(tl.permute(cotangent_3, (0, 2, 1)), decayed_3, DOT, PRECISION)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            decay_before_16 = tl.exp(_block_sums(_reach(lane, level, True), g_16, C, GATE_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            right_0_16 = (operand_0_16 * decay_16).to(DOT)
+            right_1_16 = (operand_1_16 * decay_16).to(DOT)
+            left_2_16 = (operand_2_16 * decay_16).to(DOT)
+            left_3_16 = (operand_3_16 * decay_before_16).to(DOT)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
+            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x16_16 += decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+            x56_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
+            x56_16 += decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
+            x36_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x36_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            x49_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x49_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_before_16 = tl.exp(_block_sums(_reach(lane, 3, True), g_16, C, GATE_PARTS))
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        decay_before_left_16 = tl.where(second_16, decay_before_16, 0.0)
+        right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+        left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
+        left_3_16 = (operand_3_16 * decay_before_left_16).to(DOT)
+        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x16_16 += decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+        x56_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
+        x56_16 += decay_before_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
+        x36_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x36_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x49_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x49_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         x16 += tl.reshape(x16_16, [C, BK])
         x56 += tl.reshape(x56_16, [C, BK])
         x36 += tl.reshape(x36_16, [C, BK])
         x49 += tl.reshape(x49_16, [C, BK])
-        for level in range(4, LEVELS):
+        for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (a * decay).to(DOT)
-            decayed_1 = (k * decay).to(DOT)
-            decayed_2 = (x25 * decay).to(DOT)
-            decayed_3 = (d * decay_before).to(DOT)
-            cotangent_0 = tl.where(edge, x6, 0.0).to(DOT)
-            cotangent_1 = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_2 = tl.where(edge, dAbk, 0.0).to(DOT)
-            cotangent_3 = tl.where(edge, x47, 0.0).to(DOT)
-            x16 -= decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x16 += decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
-            x56 -= decay_before * _dot(cotangent_3, decayed_0, DOT, PRECISION)
-            x56 += decay_before * _dot(cotangent_2, decayed_1, DOT, PRECISION)
-            x36 += decay * _dot(tl.trans(cotangent_1), decayed_2, DOT, PRECISION)
-            x36 += decay * _dot(tl.trans(cotangent_2), decayed_3, DOT, PRECISION)
-            x49 += decay * _dot(tl.trans(cotangent_0), decayed_2, DOT, PRECISION)
-            x49 += decay * _dot(tl.trans(cotangent_3), decayed_3, DOT, PRECISION)
+            right_0 = (a * decay).to(DOT)
+            right_1 = (k * decay).to(DOT)
+            left_2 = (x25 * decay).to(DOT)
+            left_3 = (d * decay_before).to(DOT)
+            cotangent_0_edge = tl.where(edge, x6, 0.0).to(DOT)
+            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
+            cotangent_3_edge = tl.where(edge, x47, 0.0).to(DOT)
+            x16 -= decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x16 += decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+            x56 -= decay_before * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
+            x56 += decay_before * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
+            x36 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            x36 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
+            x49 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
+            x49 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_before = tl.exp(_sums(_reach(row, LEVELS - 1, True), g, GATE_PARTS))
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            decay_before_left = tl.where(second, decay_before, 0.0)
+            right_0 = (a * decay_right).to(DOT)
+            right_1 = (k * decay_right).to(DOT)
+            left_2 = (x25 * decay_left).to(DOT)
+            left_3 = (d * decay_before_left).to(DOT)
+            x16 -= decay_left * _dot(x6, right_0, DOT, PRECISION)
+            x16 += decay_left * _dot(dAqk, right_1, DOT, PRECISION)
+            x56 -= decay_before_left * _dot(x47, right_0, DOT, PRECISION)
+            x56 += decay_before_left * _dot(dAbk, right_1, DOT, PRECISION)
+            x36 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
+            x36 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
+            x49 += decay_right * _dot(tl.trans(x6), left_2, DOT, PRECISION)
+            x49 += decay_right * _dot(tl.trans(x47), left_3, DOT, PRECISION)
         x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * a) + (x9 * k)) + x16) + x20) * scale
         dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + x16) + x20) * scale
@@ -1167,12 +1252,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1, 0),
-            "prepare_1": (64, 64, 4, 1, 0),
+            "prepare": (64, 64, 4, 3, 168),
+            "prepare_1": (128, 64, 4, 1, 0),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
-            "finish_1": (64, 64, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
         },
     ),
     (

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 3f79ca3c:
+# Gated DeltaNet, program e0d4dc60:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn"]
 
-_NAME = "gdn_3f79ca3c"
+_NAME = "gdn_e0d4dc60"
 
 
 def _jit(function: Any) -> Any:
@@ -951,12 +951,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1, 0),
-            "prepare_1": (64, 64, 4, 1, 0),
+            "prepare": (64, 64, 4, 3, 168),
+            "prepare_1": (128, 64, 4, 1, 0),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
-            "finish_1": (64, 64, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
         },
     ),
     (

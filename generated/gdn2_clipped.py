@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 63325eaf:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 4a2e30e5:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_63325eaf"
+_NAME = "gdn2_clipped_4a2e30e5"
 
 
 def _jit(function: Any) -> Any:
@@ -406,22 +406,45 @@ def _forward_prepare(
         operand_1_16 = _blocks(j, C, BK)
         x33_16 = _block_zeros(C, 16)
         x34_16 = _block_zeros(C, 16)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            x33_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            x34_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_0, (0, 2, 1)), DOT, PRECISION), 0.0)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            left_0_16 = (operand_0_16 * decay_16).to(DOT)
+            right_1_16 = (operand_1_16 * decay_16).to(DOT)
+            right_2_16 = (operand_0_16 * decay_16).to(DOT)
+            x33_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            x34_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+        right_2_16 = (operand_0_16 * decay_right_16).to(DOT)
+        x33_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        x34_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
         x33 += _from_blocks(x33_16, C)
         x34 += _from_blocks(x34_16, C)
-        for level in range(4, LEVELS):
+        for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), x26, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (j * decay).to(DOT)
-            x33 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            x34 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_0), DOT, PRECISION), 0.0)
+            left_0 = (k * decay).to(DOT)
+            right_1 = (j * decay).to(DOT)
+            right_2 = (k * decay).to(DOT)
+            x33 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            x34 += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, GATE_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            left_0 = (k * decay_left).to(DOT)
+            right_1 = (j * decay_right).to(DOT)
+            right_2 = (k * decay_right).to(DOT)
+            x33 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            x34 += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
         # x40 = sum[all](x26)
         x40 = tl.sum(x26, 0)
         # Gc = exp(x40)
@@ -591,24 +614,45 @@ def _forward_prepare_1(
         operand_2_16 = _blocks(j, C, BK)
         Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
         Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            decayed_2 = (operand_2_16 * decay).to(DOT)
-            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            left_0_16 = (operand_0_16 * decay_16).to(DOT)
+            right_1_16 = (operand_1_16 * decay_16).to(DOT)
+            right_2_16 = (operand_2_16 * decay_16).to(DOT)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+        right_2_16 = (operand_2_16 * decay_right_16).to(DOT)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
         Aqk += _from_blocks(Aqk_16, C)
         Aqa += _from_blocks(Aqa_16, C)
-        for level in range(4, LEVELS):
+        for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), x26, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (x * decay).to(DOT)
-            decayed_1 = (k * decay).to(DOT)
-            decayed_2 = (j * decay).to(DOT)
-            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            left_0 = (x * decay).to(DOT)
+            right_1 = (k * decay).to(DOT)
+            right_2 = (j * decay).to(DOT)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, GATE_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            left_0 = (x * decay_left).to(DOT)
+            right_1 = (k * decay_right).to(DOT)
+            right_2 = (j * decay_right).to(DOT)
+            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            Aqa += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
         # x27 = sum[to](x26)
         x27 = _sums(_keep_to(row), x26, GATE_PARTS)
         # QL = x * exp(x27)
@@ -1324,48 +1368,83 @@ def _backward_finish_1(
     x65_16 = _block_zeros(C, BK)
     x59_16 = _block_zeros(C, BK)
     x74_16 = _block_zeros(C, BK)
-    for level in range(4):
-        decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-        edge = _edge(tl.arange(0, 16), level)[None, :, :]
-        decayed_0 = (operand_0_16 * decay).to(DOT)
-        decayed_1 = (operand_1_16 * decay).to(DOT)
-        decayed_2 = (operand_2_16 * decay).to(DOT)
-        decayed_3 = (operand_3_16 * decay).to(DOT)
-        cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
-        cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
-        cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
-        cotangent_3 = tl.where(edge, cotangent_3_16, 0.0).to(DOT)
-        x41_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-        x41_16 -= decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
-        x65_16 += decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
-        x65_16 -= decay * _dot(cotangent_3, decayed_1, DOT, PRECISION)
-        x59_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_2, DOT, PRECISION)
-        x59_16 += decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_3, DOT, PRECISION)
-        x74_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_2, DOT, PRECISION)
-        x74_16 += decay * _dot(tl.permute(cotangent_3, (0, 2, 1)), decayed_3, DOT, PRECISION)
+    lane = tl.arange(0, 16)
+    for level in range(3):
+        decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+        edge_16 = _edge(lane, level)[None, :, :]
+        right_0_16 = (operand_0_16 * decay_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_16).to(DOT)
+        left_2_16 = (operand_2_16 * decay_16).to(DOT)
+        left_3_16 = (operand_3_16 * decay_16).to(DOT)
+        cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+        cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
+        cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
+        cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
+        x41_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+        x41_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+        x65_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, DOT, PRECISION)
+        x65_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, DOT, PRECISION)
+        x59_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x59_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x74_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x74_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+    # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+    decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+    second_16 = (lane >= 8)[None, :, None]
+    decay_left_16 = tl.where(second_16, decay_16, 0.0)
+    decay_right_16 = tl.where(second_16, 0.0, decay_16)
+    right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
+    right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+    left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
+    left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
+    x41_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+    x41_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+    x65_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, DOT, PRECISION)
+    x65_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, DOT, PRECISION)
+    x59_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+    x59_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+    x74_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+    x74_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
     x41 += tl.reshape(x41_16, [C, BK])
     x65 += tl.reshape(x65_16, [C, BK])
     x59 += tl.reshape(x59_16, [C, BK])
     x74 += tl.reshape(x74_16, [C, BK])
-    for level in range(4, LEVELS):
+    for level in range(4, LEVELS - 1):
         decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
         edge = _edge(row, level)
-        decayed_0 = (k * decay).to(DOT)
-        decayed_1 = (j * decay).to(DOT)
-        decayed_2 = (x48 * decay).to(DOT)
-        decayed_3 = (x3 * decay).to(DOT)
-        cotangent_0 = tl.where(edge, dAqk, 0.0).to(DOT)
-        cotangent_1 = tl.where(edge, x32, 0.0).to(DOT)
-        cotangent_2 = tl.where(edge, dAbk, 0.0).to(DOT)
-        cotangent_3 = tl.where(edge, x62, 0.0).to(DOT)
-        x41 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-        x41 -= decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
-        x65 += decay * _dot(cotangent_2, decayed_0, DOT, PRECISION)
-        x65 -= decay * _dot(cotangent_3, decayed_1, DOT, PRECISION)
-        x59 += decay * _dot(tl.trans(cotangent_0), decayed_2, DOT, PRECISION)
-        x59 += decay * _dot(tl.trans(cotangent_2), decayed_3, DOT, PRECISION)
-        x74 += decay * _dot(tl.trans(cotangent_1), decayed_2, DOT, PRECISION)
-        x74 += decay * _dot(tl.trans(cotangent_3), decayed_3, DOT, PRECISION)
+        right_0 = (k * decay).to(DOT)
+        right_1 = (j * decay).to(DOT)
+        left_2 = (x48 * decay).to(DOT)
+        left_3 = (x3 * decay).to(DOT)
+        cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+        cotangent_1_edge = tl.where(edge, x32, 0.0).to(DOT)
+        cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
+        cotangent_3_edge = tl.where(edge, x62, 0.0).to(DOT)
+        x41 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+        x41 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+        x65 += decay * _dot(cotangent_2_edge, right_0, DOT, PRECISION)
+        x65 -= decay * _dot(cotangent_3_edge, right_1, DOT, PRECISION)
+        x59 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
+        x59 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
+        x74 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+        x74 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+    if LEVELS > 4:
+        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x27, GATE_PARTS))
+        second = (row >= C // 2)[:, None]
+        decay_left = tl.where(second, decay, 0.0)
+        decay_right = tl.where(second, 0.0, decay)
+        right_0 = (k * decay_right).to(DOT)
+        right_1 = (j * decay_right).to(DOT)
+        left_2 = (x48 * decay_left).to(DOT)
+        left_3 = (x3 * decay_left).to(DOT)
+        x41 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
+        x41 -= decay_left * _dot(x32, right_1, DOT, PRECISION)
+        x65 += decay_left * _dot(dAbk, right_0, DOT, PRECISION)
+        x65 -= decay_left * _dot(x62, right_1, DOT, PRECISION)
+        x59 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
+        x59 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
+        x74 += decay_right * _dot(tl.trans(x32), left_2, DOT, PRECISION)
+        x74 += decay_right * _dot(tl.trans(x62), left_3, DOT, PRECISION)
     # x33 = diagonal(-x32)
     x33 = tl.sum(tl.where(row[:, None] == row[None, :], (-x32), 0.0), 1)
     # x35 = diagonal(dAqk)
@@ -1435,12 +1514,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1, 0),
-            "prepare_1": (64, 64, 4, 1, 0),
+            "prepare": (64, 64, 4, 3, 168),
+            "prepare_1": (128, 64, 4, 1, 0),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
-            "finish_1": (64, 64, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
         },
     ),
     (

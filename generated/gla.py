@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 0566dcc9:
+# gated linear attention, one decay a channel, program bd2f0c06:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -44,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla"]
 
-_NAME = "gla_0566dcc9"
+_NAME = "gla_bd2f0c06"
 
 
 def _jit(function: Any) -> Any:
@@ -334,19 +334,36 @@ def _forward_prepare(
         operand_0_16 = _blocks(x, C, BK)
         operand_1_16 = _blocks(k, C, BK)
         Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            left_0_16 = (operand_0_16 * decay_16).to(DOT)
+            right_1_16 = (operand_1_16 * decay_16).to(DOT)
+            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+        Aqa_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
         Aqa += _from_blocks(Aqa_16, C)
-        for level in range(4, LEVELS):
+        for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (x * decay).to(DOT)
-            decayed_1 = (k * decay).to(DOT)
-            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
+            left_0 = (x * decay).to(DOT)
+            right_1 = (k * decay).to(DOT)
+            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            left_0 = (x * decay_left).to(DOT)
+            right_1 = (k * decay_right).to(DOT)
+            Aqa += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
         # QL = x * exp(x2)
@@ -786,24 +803,43 @@ def _backward_finish_1(
         cotangent_0_16 = _diagonal_blocks(dAqa, C)
         x_16 = _block_zeros(C, BK)
         x13_16 = _block_zeros(C, BK)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
-            x_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x13_16 += decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_1, DOT, PRECISION)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            right_0_16 = (operand_0_16 * decay_16).to(DOT)
+            left_1_16 = (operand_1_16 * decay_16).to(DOT)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            x_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x13_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
+        left_1_16 = (operand_1_16 * decay_left_16).to(DOT)
+        x_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x13_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
         x += tl.reshape(x_16, [C, BK])
         x13 += tl.reshape(x13_16, [C, BK])
-        for level in range(4, LEVELS):
+        for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (k * decay).to(DOT)
-            decayed_1 = (x12 * decay).to(DOT)
-            cotangent_0 = tl.where(edge, dAqa, 0.0).to(DOT)
-            x += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x13 += decay * _dot(tl.trans(cotangent_0), decayed_1, DOT, PRECISION)
+            right_0 = (k * decay).to(DOT)
+            left_1 = (x12 * decay).to(DOT)
+            cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(DOT)
+            x += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x13 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            right_0 = (k * decay_right).to(DOT)
+            left_1 = (x12 * decay_left).to(DOT)
+            x += decay_left * _dot(dAqa, right_0, DOT, PRECISION)
+            x13 += decay_right * _dot(tl.trans(dAqa), left_1, DOT, PRECISION)
         x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((x + (x2 * k)) + x7) * scale
         dq = ((x + (x2[:, None] * k)) + x7) * scale
@@ -836,12 +872,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1, 0),
-            "prepare_1": (64, 64, 4, 1, 0),
+            "prepare": (64, 64, 4, 3, 168),
+            "prepare_1": (128, 64, 4, 1, 0),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
-            "finish_1": (64, 64, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
         },
     ),
     (

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 7bb31db2:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program c5b2466d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7"]
 
-_NAME = "rwkv7_7bb31db2"
+_NAME = "rwkv7_c5b2466d"
 
 
 def _jit(function: Any) -> Any:
@@ -346,26 +346,51 @@ def _forward_prepare(
         operand_2_16 = _blocks(k, C, BK)
         x7_16 = _block_zeros(C, 16)
         M3_16 = _block_zeros(C, 16)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay_before).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            decayed_2 = (operand_2_16 * decay).to(DOT)
-            x7_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            M3_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            decay_before_16 = tl.exp(_block_sums(_reach(lane, level, True), g_16, C, GATE_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            left_0_16 = (operand_0_16 * decay_before_16).to(DOT)
+            right_1_16 = (operand_1_16 * decay_16).to(DOT)
+            right_2_16 = (operand_2_16 * decay_16).to(DOT)
+            x7_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            M3_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_before_16 = tl.exp(_block_sums(_reach(lane, 3, True), g_16, C, GATE_PARTS))
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        decay_before_left_16 = tl.where(second_16, decay_before_16, 0.0)
+        left_0_16 = (operand_0_16 * decay_before_left_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+        right_2_16 = (operand_2_16 * decay_right_16).to(DOT)
+        x7_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        M3_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
         x7 += _from_blocks(x7_16, C)
         M3 += _from_blocks(M3_16, C)
-        for level in range(4, LEVELS):
+        for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (a * decay_before).to(DOT)
-            decayed_1 = (b * decay).to(DOT)
-            decayed_2 = (k * decay).to(DOT)
-            x7 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            M3 += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            left_0 = (a * decay_before).to(DOT)
+            right_1 = (b * decay).to(DOT)
+            right_2 = (k * decay).to(DOT)
+            x7 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            M3 += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_before = tl.exp(_sums(_reach(row, LEVELS - 1, True), g, GATE_PARTS))
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            decay_before_left = tl.where(second, decay_before, 0.0)
+            left_0 = (a * decay_before_left).to(DOT)
+            right_1 = (b * decay_right).to(DOT)
+            right_2 = (k * decay_right).to(DOT)
+            x7 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            M3 += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
         # x15 = sum[all](g)
         x15 = tl.sum(g, 0)
         # Gc = exp(x15)
@@ -466,24 +491,45 @@ def _forward_prepare_1(
         operand_2_16 = _blocks(b, C, BK)
         Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
         Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            decayed_2 = (operand_2_16 * decay).to(DOT)
-            Aqk_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_1, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge, _dot(decayed_0, tl.permute(decayed_2, (0, 2, 1)), DOT, PRECISION), 0.0)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            left_0_16 = (operand_0_16 * decay_16).to(DOT)
+            right_1_16 = (operand_1_16 * decay_16).to(DOT)
+            right_2_16 = (operand_2_16 * decay_16).to(DOT)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+        right_2_16 = (operand_2_16 * decay_right_16).to(DOT)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
         Aqk += _from_blocks(Aqk_16, C)
         Aqa += _from_blocks(Aqa_16, C)
-        for level in range(4, LEVELS):
+        for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (x * decay).to(DOT)
-            decayed_1 = (k * decay).to(DOT)
-            decayed_2 = (b * decay).to(DOT)
-            Aqk += tl.where(edge, _dot(decayed_0, tl.trans(decayed_1), DOT, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(decayed_0, tl.trans(decayed_2), DOT, PRECISION), 0.0)
+            left_0 = (x * decay).to(DOT)
+            right_1 = (k * decay).to(DOT)
+            right_2 = (b * decay).to(DOT)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            left_0 = (x * decay_left).to(DOT)
+            right_1 = (k * decay_right).to(DOT)
+            right_2 = (b * decay_right).to(DOT)
+            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            Aqa += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
         # QL = x * exp(x2)
@@ -1077,50 +1123,89 @@ def _backward_finish_1(
         x50_16 = _block_zeros(C, BK)
         x39_16 = _block_zeros(C, BK)
         x61_16 = _block_zeros(C, BK)
-        for level in range(4):
-            decay = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, False), g_16, C, GATE_PARTS))
-            decay_before = tl.exp(_block_sums(_reach(tl.arange(0, 16), level, True), g_16, C, GATE_PARTS))
-            edge = _edge(tl.arange(0, 16), level)[None, :, :]
-            decayed_0 = (operand_0_16 * decay).to(DOT)
-            decayed_1 = (operand_1_16 * decay).to(DOT)
-            decayed_2 = (operand_2_16 * decay).to(DOT)
-            decayed_3 = (operand_3_16 * decay_before).to(DOT)
-            cotangent_0 = tl.where(edge, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1 = tl.where(edge, cotangent_1_16, 0.0).to(DOT)
-            cotangent_2 = tl.where(edge, cotangent_2_16, 0.0).to(DOT)
-            cotangent_3 = tl.where(edge, cotangent_3_16, 0.0).to(DOT)
-            x17_16 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x17_16 += decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
-            x50_16 -= decay_before * _dot(cotangent_3, decayed_0, DOT, PRECISION)
-            x50_16 -= decay_before * _dot(cotangent_2, decayed_1, DOT, PRECISION)
-            x39_16 += decay * _dot(tl.permute(cotangent_1, (0, 2, 1)), decayed_2, DOT, PRECISION)
-            x39_16 -= decay * _dot(tl.permute(cotangent_2, (0, 2, 1)), decayed_3, DOT, PRECISION)
-            x61_16 -= decay * _dot(tl.permute(cotangent_0, (0, 2, 1)), decayed_2, DOT, PRECISION)
-            x61_16 += decay * _dot(tl.permute(cotangent_3, (0, 2, 1)), decayed_3, DOT, PRECISION)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            decay_before_16 = tl.exp(_block_sums(_reach(lane, level, True), g_16, C, GATE_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            right_0_16 = (operand_0_16 * decay_16).to(DOT)
+            right_1_16 = (operand_1_16 * decay_16).to(DOT)
+            left_2_16 = (operand_2_16 * decay_16).to(DOT)
+            left_3_16 = (operand_3_16 * decay_before_16).to(DOT)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
+            x17_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x17_16 += decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+            x50_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
+            x50_16 -= decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
+            x39_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x39_16 -= decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            x61_16 -= decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x61_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_before_16 = tl.exp(_block_sums(_reach(lane, 3, True), g_16, C, GATE_PARTS))
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        decay_before_left_16 = tl.where(second_16, decay_before_16, 0.0)
+        right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+        left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
+        left_3_16 = (operand_3_16 * decay_before_left_16).to(DOT)
+        x17_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x17_16 += decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+        x50_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
+        x50_16 -= decay_before_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
+        x39_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x39_16 -= decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x61_16 -= decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x61_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         x17 += tl.reshape(x17_16, [C, BK])
         x50 += tl.reshape(x50_16, [C, BK])
         x39 += tl.reshape(x39_16, [C, BK])
         x61 += tl.reshape(x61_16, [C, BK])
-        for level in range(4, LEVELS):
+        for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
-            decayed_0 = (b * decay).to(DOT)
-            decayed_1 = (k * decay).to(DOT)
-            decayed_2 = (x26 * decay).to(DOT)
-            decayed_3 = (a * decay_before).to(DOT)
-            cotangent_0 = tl.where(edge, dAqa, 0.0).to(DOT)
-            cotangent_1 = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_2 = tl.where(edge, x36, 0.0).to(DOT)
-            cotangent_3 = tl.where(edge, x45, 0.0).to(DOT)
-            x17 += decay * _dot(cotangent_0, decayed_0, DOT, PRECISION)
-            x17 += decay * _dot(cotangent_1, decayed_1, DOT, PRECISION)
-            x50 -= decay_before * _dot(cotangent_3, decayed_0, DOT, PRECISION)
-            x50 -= decay_before * _dot(cotangent_2, decayed_1, DOT, PRECISION)
-            x39 += decay * _dot(tl.trans(cotangent_1), decayed_2, DOT, PRECISION)
-            x39 -= decay * _dot(tl.trans(cotangent_2), decayed_3, DOT, PRECISION)
-            x61 -= decay * _dot(tl.trans(cotangent_0), decayed_2, DOT, PRECISION)
-            x61 += decay * _dot(tl.trans(cotangent_3), decayed_3, DOT, PRECISION)
+            right_0 = (b * decay).to(DOT)
+            right_1 = (k * decay).to(DOT)
+            left_2 = (x26 * decay).to(DOT)
+            left_3 = (a * decay_before).to(DOT)
+            cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(DOT)
+            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_2_edge = tl.where(edge, x36, 0.0).to(DOT)
+            cotangent_3_edge = tl.where(edge, x45, 0.0).to(DOT)
+            x17 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x17 += decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+            x50 -= decay_before * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
+            x50 -= decay_before * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
+            x39 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            x39 -= decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
+            x61 -= decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
+            x61 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_before = tl.exp(_sums(_reach(row, LEVELS - 1, True), g, GATE_PARTS))
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            decay_before_left = tl.where(second, decay_before, 0.0)
+            right_0 = (b * decay_right).to(DOT)
+            right_1 = (k * decay_right).to(DOT)
+            left_2 = (x26 * decay_left).to(DOT)
+            left_3 = (a * decay_before_left).to(DOT)
+            x17 += decay_left * _dot(dAqa, right_0, DOT, PRECISION)
+            x17 += decay_left * _dot(dAqk, right_1, DOT, PRECISION)
+            x50 -= decay_before_left * _dot(x45, right_0, DOT, PRECISION)
+            x50 -= decay_before_left * _dot(x36, right_1, DOT, PRECISION)
+            x39 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
+            x39 -= decay_right * _dot(tl.trans(x36), left_3, DOT, PRECISION)
+            x61 -= decay_right * _dot(tl.trans(dAqa), left_2, DOT, PRECISION)
+            x61 += decay_right * _dot(tl.trans(x45), left_3, DOT, PRECISION)
         x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * b) + (x9 * k)) + x17) + x21) * scale
         dq = ((((x7[:, None] * b) + (x9[:, None] * k)) + x17) + x21) * scale
@@ -1165,12 +1250,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         128,
         64,
         {
-            "prepare": (64, 64, 4, 1, 0),
-            "prepare_1": (64, 64, 4, 1, 0),
+            "prepare": (64, 64, 4, 3, 168),
+            "prepare_1": (128, 64, 4, 1, 0),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
-            "finish_1": (64, 64, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
         },
     ),
     (
