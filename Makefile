@@ -30,7 +30,7 @@ emit: $(READY)
 	$(BIN)/dplrgen emit --all
 
 aot: $(READY)
-	$(BIN)/python benchmarks/aot.py
+	$(BIN)/python benchmarks/aot.py --write
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -95,7 +95,21 @@ def _inside(axes: Axes) -> str:
 def _triton_matmul(n: Node, args: list[str]) -> str:
     x = f"tl.trans({args[0]})" if n.attr("tx") else args[0]
     y = f"tl.trans({args[1]})" if n.attr("ty") else args[1]
-    return f"_dot({x}, {y}, DOT, PRECISION)"
+    return f"_dot({x}, {y}, {'RANGE' if _ranges(n) else 'DOT'}, PRECISION)"
+
+
+def _ranges(n: Node) -> bool:
+    """Whether a value, or a product, is scaled by the state or by the decay from the chunk's start.
+
+    Such numbers span more than float16 does, so they are stored and multiplied in a type that has the range.
+    """
+    if n.op == "exp":
+        return n.args[0].op == "run" and n.args[0].attr("over") in ("to", "before")
+    if n.op == "matmul":
+        return any(_ranges(a) for a in n.args)
+    if n.op in ("mul", "neg", "add"):
+        return n.axes in (("C", "K"), ("K", "V")) and any(_ranges(a) for a in n.args)
+    return n.op == "input" and n.axes == ("K", "V")
 
 
 def _triton_sum(n: Node, args: list[str]) -> str:
@@ -133,8 +147,9 @@ _TRITON: dict[str, Callable[[Node, list[str]], str]] = {
     "spread": _triton_spread,
     "valid": lambda n, args: f"tl.where({_inside(n.axes)}, {args[0]}, 0.0)",
     "mask": lambda n, args: f"tl.where(_keep_{'before' if n.attr('strict') else 'to'}(row), {args[0]}, 0.0)",
+    "columns": lambda n, args: f"({args[0]} * {args[1]}[None, :])",
     "diagonal": lambda n, args: f"tl.sum(tl.where(row[:, None] == row[None, :], {args[0]}, 0.0), 1)",
-    "pair": lambda n, args: f"_pairs({args[0]}, row, {n.attr('left') == 'before'}, {n.attr('strict')}, GATE_PARTS)",
+    "pair": lambda n, args: f"_pairs({args[0]}, row, {n.attr('left') == 'before'}, {n.attr('strict')})",
     "inverse": lambda n, args: f"_inverse({args[0]}, row, C, LEVELS, SOLVE)",
 }
 
@@ -187,6 +202,7 @@ _TORCH: dict[str, Callable[[Node, list[str]], str]] = {
     "spread": _torch_spread,
     "valid": lambda n, args: f"_valid({args[0]}, T, {n.axes.index('C') - len(n.axes) if 'C' in n.axes else None})",
     "mask": lambda n, args: f"torch.tril({args[0]}, {-1 if n.attr('strict') else 0})",
+    "columns": lambda n, args: f"({args[0]} * {args[1]}[..., None, :])",
     "diagonal": lambda n, args: f"{args[0]}.diagonal(dim1=-2, dim2=-1)",
     "pair": lambda n, args: f"_pairs_of({args[0]}, {n.attr('left') == 'before'}, {n.attr('strict')})",
     "inverse": lambda n, args: f"_inverse_of({args[0]})",
@@ -318,10 +334,10 @@ def _memory(plan, n, signature, kernel, results=None) -> dict[str, Any]:  # type
 def storage(n: Node, plan: Plan) -> str:
     """The dtype that a value crosses launches in: the products' dtype, or float32 where sums are formed from it."""
     if n.axes in (("C", "V"), ("C", "C"), ("K", "V")):
-        return "dot"
+        return "range" if n.axes == ("K", "V") else "dot"
     readers = [m for m in plan.program.nodes() if n in m.args]
     if n.axes == ("C", "K") and readers and all(m.op == "matmul" for m in readers):
-        return "dot"
+        return "range" if _ranges(n) else "dot"
     return "float32"
 
 

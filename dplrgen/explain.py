@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 
 from dplrgen import codegen, pipeline, schedule
-from dplrgen.ir import Axes, Node, Program, substitute
+from dplrgen.ir import Axes, Node, Program, substitute, topological
 from dplrgen.passes import Fired, count
 from dplrgen.pipeline import Stage
 from dplrgen.schedule import TREE, Kernel, Plan
@@ -92,6 +92,10 @@ def _parts(n: Node) -> int:
     return 1 if n.op == "input" else 3
 
 
+def _is_log_decay(n: Node) -> bool:
+    return not any(m.op == "matmul" or m.op in TREE for m in topological([n]))
+
+
 def _matmul(n: Node, sizes: Sizes) -> Work:
     inner = n.args[0].axes[0 if n.attr("tx") else 1]
     return Work(n, "tile", 1, 2 * sizes.elements((*n.axes, inner)))
@@ -112,14 +116,10 @@ def _inverse(n: Node, sizes: Sizes) -> Work:
 
 
 def _run(n: Node, sizes: Sizes) -> Work:
-    # A sum over all tokens, or of one number a token, is a reduction and no product.
-    products = 0 if n.attr("over") == "all" or len(n.args[0].axes) == 1 else _parts(n.args[0])
+    # Over all tokens, or of one number a token, it is a reduction; of a gradient, a scan. Neither is a product.
+    product = n.attr("over") != "all" and len(n.args[0].axes) == 2 and _is_log_decay(n.args[0])
+    products = _parts(n.args[0]) if product else 0
     return Work(n, "sums", products, products * 2 * sizes.C * sizes.elements(n.args[0].axes))
-
-
-def _pair(n: Node, sizes: Sizes) -> Work:
-    products = _parts(n.args[0])
-    return Work(n, "sums", products, products * 2 * sizes.C**3, exponentials=1)
 
 
 def _exp(n: Node, sizes: Sizes) -> Work:
@@ -134,7 +134,7 @@ _WORK: Mapping[str, Callable[[Node, Sizes], Work]] = {
     "gram_dy": _tree,
     "inverse": _inverse,
     "run": _run,
-    "pair": _pair,
+    "pair": _exp,
     "exp": _exp,
 }
 
@@ -259,7 +259,7 @@ def _launch(plan: Plan, kernel: Kernel, items: Iterable[Work], again: int, sizes
 
 def _bytes(plan: Plan, n: Node, sizes: Sizes) -> int:
     result = any(m is n for _, m in plan.program.outputs)
-    narrow = n.op == "input" or result or codegen.storage(n, plan) == "dot"
+    narrow = n.op == "input" or result or codegen.storage(n, plan) != "float32"
     return sizes.elements(n.axes) * (sizes.element if narrow else 4)
 
 

@@ -381,6 +381,8 @@ register(Op("run", 1, _running, "sum[{over}]({0})", at_zero=lambda x, **a: x))
 register(Op("gram", 3, _gram, "gram({0}, {1}; {2}, {left}, strict={strict})", at_zero=lambda x, y, g, **a: x * y, cost="product"))
 register(Op("gram_dx", 3, _gram_vjp, "gram_dx({0}, {1}; {2}, {left}, strict={strict})", at_zero=lambda x, y, g, **a: x * y, cost="product"))
 register(Op("gram_dy", 3, _gram_vjp, "gram_dy({0}, {1}; {2}, {left}, strict={strict})", at_zero=lambda x, y, g, **a: x * y, cost="product"))
+# A C x C tile with its columns scaled by one number a token.
+register(Op("columns", 2, lambda operands, attrs: _square(operands[:1], attrs), "({0} * {1}^T)", at_zero=lambda x, y, **a: x * y))
 # The diagonal of a C x C tile.
 register(Op("diagonal", 1, lambda operands, attrs: _square(operands, attrs)[:1], "diagonal({0})", at_zero=lambda x, **a: x))
 # The same decay for one number a head: exp(sum of g over j+1..i), masked.

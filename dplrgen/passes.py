@@ -696,7 +696,20 @@ def _invert(n: Node) -> Node | None:
     return matmul(node("inverse", n.args[0]), n.args[1], tx=n.op == "solve_t")
 
 
-LOWER = (_row_scale, _head_decay, _invert)
+@rule("column-scale", "E (s X) = (E diag(s)) X: X keeps the exact values of the input")
+def _column_scale(n: Node) -> Node | None:
+    if n.op != "matmul" or n.args[0].op != "inverse" or n.attr("tx"):
+        return None
+    sign, parts = factors(n.args[1])
+    rows = [p for p in parts if p.axes == ("C",) and _token_wise(p)]
+    rest = [p for p in parts if p not in rows]
+    if not rows or not rest or sign < 0:
+        return None
+    scaled = node("columns", n.args[0], product(1, rows, ("C",)))
+    return matmul(scaled, product(1, rest, n.args[1].axes))
+
+
+LOWER = (_row_scale, _head_decay, _invert, _column_scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

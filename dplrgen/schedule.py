@@ -460,12 +460,12 @@ CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, i
         256,
         32,
         _options(
-            prepare=(64, 32, 4, 1, 0),
-            prepare_1=(64, 32, 4, 1, 0),
-            scan=(0, 32, 4, 3, 0),
-            reverse=(0, 32, 4, 3, 0),
-            finish=(0, 32, 8, 1, 0),
-            finish_1=(64, 32, 8, 1, 0),
+            prepare=(64, 64, 4, 1, 0),
+            prepare_1=(64, 64, 4, 1, 0),
+            scan=(0, 64, 8, 3, 0),
+            reverse=(0, 64, 8, 3, 0),
+            finish=(0, 64, 8, 1, 0),
+            finish_1=(64, 64, 8, 1, 0),
         ),
     ),
     (

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program 7c5ec468:
+# Comba: the erase key is an input of its own, program 8308e56b:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -18,13 +18,10 @@
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
 #     QL     scaled queries, decayed from the chunk's start
-#     BL     erase vectors b, decayed from the chunk's start
 #     AT     write vectors a, decayed to the chunk's end
 #     Aqa    decayed products of queries and write vectors, lower triangle
 #     Abk    decayed products of erase vectors and keys, strictly lower
 #     E      (I + N)^-1
-#     W      E BL: what the state before the chunk loses, a token
-#     U      E applied to the values: what is written if the state before the chunk is 0
 #     Vnew   values after the delta rule
 #     Gc     decay over the whole chunk
 #     S      state before the chunk, [K, V]
@@ -50,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba"]
 
-_NAME = "comba_7c5ec468"
+_NAME = "comba_8308e56b"
 
 
 def _jit(function: Any) -> Any:
@@ -157,19 +154,21 @@ def _sums_of_numbers(keep, x):
 
 
 @_jit
-def _pairs(g, c, BEFORE: tl.constexpr, STRICT: tl.constexpr, PARTS: tl.constexpr):
-    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment."""
-    later = tl.where(_keep_after(c), 1.0, 0.0)  # [j, m]: m > j
-    rows = tl.trans(later) * g[:, None]  # [m, j]
-    if BEFORE:
-        total = _sums(_keep_before(c), rows, PARTS)
-    else:
-        total = _sums(_keep_to(c), rows, PARTS)
+def _pairs(g, row, BEFORE: tl.constexpr, STRICT: tl.constexpr):
+    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment.
+
+    A scan and not a product: Triton up to 3.7.0 can go wrong on Hopper where what a product made is transposed for another.
+    """
+    inside = _keep_after(row)  # [j, m]: m > j
+    if BEFORE:  # the segment ends a token earlier
+        g = tl.sum(tl.where(row[None, :] == row[:, None] - 1, g[None, :], 0.0), 1)
+        inside = row[None, :] - 1 > row[:, None]
+    total = tl.cumsum(tl.where(inside, g[None, :], 0.0), 1)  # [j, i]
     if STRICT:
-        keep = _keep_before(c)
+        keep = _keep_after(row)
     else:
-        keep = _keep_to(c)
-    return tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0)
+        keep = _keep_from(row)
+    return tl.trans(tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0))
 
 
 @_jit
@@ -296,9 +295,9 @@ def _forward_prepare(
     beta_ptr,
     v_ptr,
     Aqa_out,
-    E_out,
-    U_out,
-    W_out,
+    M1_out,
+    x7_out,
+    x11_out,
     QL_out,
     AT_out,
     Gc_out,
@@ -314,6 +313,7 @@ def _forward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -331,18 +331,18 @@ def _forward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x9 = sum[to](g)
-    x9 = _sums_of_numbers(_keep_to(row), g)
-    # x10 = exp(x9)
-    x10 = tl.exp(x9)
-    # x15 = sum[after](g)
-    x15 = _sums_of_numbers(_keep_after(row), g)
-    # x16 = exp(x15)
-    x16 = tl.exp(x15)
-    # x18 = sum[all](g)
-    x18 = tl.sum(g, 0)
-    # Gc = exp(x18)
-    Gc = tl.exp(x18)
+    # x8 = sum[to](g)
+    x8 = _sums_of_numbers(_keep_to(row), g)
+    # x9 = exp(x8)
+    x9 = tl.exp(x8)
+    # x16 = sum[after](g)
+    x16 = _sums_of_numbers(_keep_after(row), g)
+    # x17 = exp(x16)
+    x17 = tl.exp(x16)
+    # x19 = sum[all](g)
+    x19 = tl.sum(g, 0)
+    # Gc = exp(x19)
+    Gc = tl.exp(x19)
     tl.store(Gc_out + tile, Gc)
     x3 = tl.zeros([C, C, ], tl.float32)
     x5 = tl.zeros([C, C, ], tl.float32)
@@ -358,44 +358,46 @@ def _forward_prepare(
         p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x5 = p @ k^T
         x5 += _dot(p, tl.trans(k), DOT, PRECISION)
-        # QL = x2 * x10
-        QL = x2 * x10[:, None]
+        # QL = x2 * x9
+        QL = x2 * x9[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # AT = k * x16
-        AT = k * x16[:, None]
+        # AT = k * x17
+        AT = k * x17[:, None]
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     # x = pair(g, to, strict=False)
-    x = _pairs(g, row, False, False, GATE_PARTS)
+    x = _pairs(g, row, False, False)
     # Aqa = x * x3
     Aqa = x * x3
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, row, False, True, GATE_PARTS)
+    x4 = _pairs(g, row, False, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse((beta[:, None] * (x4 * x5)), row, C, LEVELS, SOLVE)
+    # M1 = E * beta^T
+    M1 = E * beta[None, :]
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+        _store_rows(M1_out + tile * C * C, M1, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # W = E @ ((beta * p) * x10)
-        W = _dot(E, ((beta[:, None] * p) * x10[:, None]), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x11 = M1 @ (p * x9)
+        x11 = _dot(M1, (p * x9[:, None]), RANGE, PRECISION)
+        _store_rows(x11_out + tile * C * K, x11, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # U = E @ (beta * v)
-        U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        # x7 = M1 @ v
+        x7 = _dot(M1, v, DOT, PRECISION)
+        _store_rows(x7_out + tile * C * V, x7, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
-    W_ptr,
-    U_ptr,
+    x11_ptr,
+    x7_ptr,
     Aqa_ptr,
     QL_ptr,
     AT_ptr,
@@ -415,6 +417,7 @@ def _forward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -444,28 +447,28 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x11 = W @ S
-        x11 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = U + -x11
-        Vnew = U + (-x11)
+        x11 = _load_rows(x11_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x12 = x11 @ S
+        x12 = _dot(x11, S, RANGE, PRECISION)
+        x7 = _load_rows(x7_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x7 + -x12
+        Vnew = x7 + (-x12)
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x13 = Aqa @ Vnew
-        x13 = _dot(Aqa, Vnew, DOT, PRECISION)
+        # x14 = Aqa @ Vnew
+        x14 = _dot(Aqa, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x14 = QL @ S
-        x14 = _dot(QL, S, DOT, PRECISION)
-        # o = x13 + x14
-        o = x13 + x14
+        # x15 = QL @ S
+        x15 = _dot(QL, S, RANGE, PRECISION)
+        # o = x14 + x15
+        o = x14 + x15
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x17 = AT^T @ Vnew
-        x17 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        # x18 = AT^T @ Vnew
+        x18 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x17 + (S * Gc)
-        S_next = x17 + (S * Gc)
+        # S_next = x18 + (S * Gc)
+        S_next = x18 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -477,8 +480,7 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    E_ptr,
-    beta_ptr,
+    M1_ptr,
     v_ptr,
     p_ptr,
     g_ptr,
@@ -486,10 +488,10 @@ def _backward_prepare(
     Aqa_ptr,
     do_ptr,
     q_ptr,
-    U_out,
-    W_out,
+    x5_out,
+    x7_out,
     AT_out,
-    x23_out,
+    x26_out,
     Gc_out,
     QL_out,
     scale,
@@ -504,6 +506,7 @@ def _backward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -525,27 +528,26 @@ def _backward_prepare(
     x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    # x15 = sum[after](g)
-    x15 = _sums_of_numbers(_keep_after(row), g)
-    # x16 = exp(x15)
-    x16 = tl.exp(x15)
-    # x54 = sum[all](g)
-    x54 = tl.sum(g, 0)
-    # Gc = exp(x54)
-    Gc = tl.exp(x54)
+    # x16 = sum[after](g)
+    x16 = _sums_of_numbers(_keep_after(row), g)
+    # x17 = exp(x16)
+    x17 = tl.exp(x16)
+    # x58 = sum[all](g)
+    x58 = tl.sum(g, 0)
+    # Gc = exp(x58)
+    Gc = tl.exp(x58)
     tl.store(Gc_out + tile, Gc)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    M1 = _load_rows(M1_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # W = E @ ((beta * p) * x2)
-        W = _dot(E, ((beta[:, None] * p) * x2[:, None]), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x7 = M1 @ (p * x2)
+        x7 = _dot(M1, (p * x2[:, None]), RANGE, PRECISION)
+        _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # AT = k * x16
-        AT = k * x16[:, None]
+        # AT = k * x17
+        AT = k * x17[:, None]
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
@@ -556,19 +558,19 @@ def _backward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # U = E @ (beta * v)
-        U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        # x5 = M1 @ v
+        x5 = _dot(M1, v, DOT, PRECISION)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x23 = Aqa^T @ do
-        x23 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x23_out + tile * C * V, x23, row, col_v, V, C, V, V % BV == 0)
+        # x26 = Aqa^T @ do
+        x26 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x26_out + tile * C * V, x26, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _backward_scan(
-    W_ptr,
-    U_ptr,
+    x7_ptr,
+    x5_ptr,
     AT_ptr,
     Gc_ptr,
     Vnew_out,
@@ -587,6 +589,7 @@ def _backward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -617,19 +620,19 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x7 = W @ S
-        x7 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = U + -x7
-        Vnew = U + (-x7)
+        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x8 = x7 @ S
+        x8 = _dot(x7, S, RANGE, PRECISION)
+        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x5 + -x8
+        Vnew = x5 + (-x8)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x65 = AT^T @ Vnew
-        x65 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        # x69 = AT^T @ Vnew
+        x69 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x65 + (S * Gc)
-        S_next = x65 + (S * Gc)
+        # S_next = x69 + (S * Gc)
+        S_next = x69 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -638,11 +641,11 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x23_ptr,
+    x26_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
-    W_ptr,
+    x7_ptr,
     dVnew_out,
     initial_ptr,
     final_out,
@@ -659,6 +662,7 @@ def _backward_reverse(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -690,22 +694,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x22 = AT @ dS
-        x22 = _dot(AT, dS, DOT, PRECISION)
-        x23 = _load_rows(x23_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x22 + x23
-        dVnew = x22 + x23
+        # x25 = AT @ dS
+        x25 = _dot(AT, dS, RANGE, PRECISION)
+        x26 = _load_rows(x26_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x25 + x26
+        dVnew = x25 + x26
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x68 = QL^T @ do
-        x68 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x70 = W^T @ dVnew
-        x70 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        # x72 = QL^T @ do
+        x72 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x74 = x7^T @ dVnew
+        x74 = _dot(tl.trans(x7), dVnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x68) + -x70
-        dS_prev = ((dS * Gc) + x68) + (-x70)
+        # dS_prev = ((dS * Gc) + x72) + -x74
+        dS_prev = ((dS * Gc) + x72) + (-x74)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -717,19 +721,20 @@ def _backward_finish(
     S_ptr,
     Vnew_ptr,
     dS_ptr,
-    E_ptr,
-    dVnew_ptr,
+    p_ptr,
+    k_ptr,
     g_ptr,
     beta_ptr,
+    dVnew_ptr,
     v_ptr,
     dQL_out,
     dAqa_out,
     dAT_out,
-    x26_out,
+    x29_out,
     dv_out,
-    x30_out,
-    x53_out,
-    x62_out,
+    x34_out,
+    x57_out,
+    x66_out,
     scale,
     T,
     NT,
@@ -742,6 +747,7 @@ def _backward_finish(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -760,60 +766,65 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
+    p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x23 = p @ k^T
+    x23 = _dot(p, tl.trans(k), DOT, PRECISION)
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs(g, row, False, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # E = inverse((beta * (x4 * x23)))
+    E = _inverse((beta[:, None] * (x4 * x23)), row, C, LEVELS, SOLVE)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x25 = tl.zeros([C, C, ], tl.float32)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x30 = tl.zeros([C, BK, ], tl.float32)
-    x53 = tl.zeros([BK, ], tl.float32)
-    x62 = tl.zeros([C, ], tl.float32)
+    x28 = tl.zeros([C, C, ], tl.float32)
+    x34 = tl.zeros([C, BK, ], tl.float32)
+    x57 = tl.zeros([BK, ], tl.float32)
+    x66 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
+        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ Vnew^T
         dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = Vnew @ dS^T
-        dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
+        dAT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x24 = E^T @ dVnew
-        x24 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x25 = x24 @ Vnew^T
-        x25 += _dot(x24, tl.trans(Vnew), DOT, PRECISION)
-        # dv = x24 * beta
-        dv = x24 * beta[:, None]
+        # x27 = E^T @ dVnew
+        x27 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x28 = x27 @ Vnew^T
+        x28 += _dot(x27, tl.trans(Vnew), DOT, PRECISION)
+        # dv = x27 * beta
+        dv = x27 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x30 = x24 @ S^T
-        x30 += _dot(x24, tl.trans(S), DOT, PRECISION)
-        # x52 = dS * S
-        x52 = dS * S
-        # x53 = sum_V(x52)
-        x53 += tl.sum(x52, 1)
+        # x34 = x27 @ S^T
+        x34 += _dot(x27, tl.trans(S), RANGE, PRECISION)
+        # x56 = dS * S
+        x56 = dS * S
+        # x57 = sum_V(x56)
+        x57 += tl.sum(x56, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x61 = x24 * v
-        x61 = x24 * v
-        # x62 = sum_V(x61)
-        x62 += tl.sum(x61, 1)
+        # x65 = x27 * v
+        x65 = x27 * v
+        # x66 = sum_V(x65)
+        x66 += tl.sum(x65, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
     _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x30_out + tile * C * K, x30, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x53_out + tile * K + col_k, x53, mask=col_k < K)
-    tl.store(x62_out + tile * C + row, x62, mask=row < C)
-    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, row, False, True, GATE_PARTS)
-    # x26 = x4 * x25
-    x26 = x4 * x25
-    _store_rows(x26_out + tile * C * C, x26, row, row, C, C, C, True)
+    _store_rows(x34_out + tile * C * K, x34, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x57_out + tile * K + col_k, x57, mask=col_k < K)
+    tl.store(x66_out + tile * C + row, x66, mask=row < C)
+    # x29 = x4 * x28
+    x29 = x4 * x28
+    _store_rows(x29_out + tile * C * C, x29, row, row, C, C, C, True)
 
 
 @_jit
@@ -824,13 +835,13 @@ def _backward_finish_1(
     k_ptr,
     dAT_ptr,
     q_ptr,
-    x26_ptr,
+    x29_ptr,
     beta_ptr,
     p_ptr,
-    x30_ptr,
-    x53_ptr,
+    x34_ptr,
+    x57_ptr,
     Gc_ptr,
-    x62_ptr,
+    x66_ptr,
     dq_out,
     dk_out,
     dp_out,
@@ -848,6 +859,7 @@ def _backward_finish_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -870,83 +882,83 @@ def _backward_finish_1(
     # x2 = exp(x)
     x2 = tl.exp(x)
     # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, row, False, True, GATE_PARTS)
+    x4 = _pairs(g, row, False, True)
     dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x9 = x4 * dAqa
-    x9 = x4 * dAqa
-    # x11 = diagonal(dAqa)
-    x11 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    # x15 = sum[after](g)
-    x15 = _sums_of_numbers(_keep_after(row), g)
-    # x16 = exp(x15)
-    x16 = tl.exp(x15)
+    # x10 = x4 * dAqa
+    x10 = x4 * dAqa
+    # x12 = diagonal(dAqa)
+    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    # x16 = sum[after](g)
+    x16 = _sums_of_numbers(_keep_after(row), g)
+    # x17 = exp(x16)
+    x17 = tl.exp(x16)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x26 = _load_rows(x26_ptr + tile * C * C, row, row, C, C, C, True)
-    x40 = tl.zeros([C, ], tl.float32)
-    x48 = tl.zeros([C, ], tl.float32)
+    x29 = _load_rows(x29_ptr + tile * C * C, row, row, C, C, C, True)
+    x44 = tl.zeros([C, ], tl.float32)
+    x52 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
-    x58 = tl.zeros([C, ], tl.float32)
-    x64 = tl.zeros([C, ], tl.float32)
+    x62 = tl.zeros([C, ], tl.float32)
+    x68 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x10 = x9 @ k
-        x10 = _dot(x9, k, DOT, PRECISION)
+        # x11 = x10 @ k
+        x11 = _dot(x10, k, DOT, PRECISION)
         dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((dQL * x2) + (x10 + (x11 * k))) * scale
-        dq = ((dQL * x2[:, None]) + (x10 + (x11[:, None] * k))) * scale
+        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
+        dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x18 = scale * q
-        x18 = scale * q
-        # x21 = x9^T @ x18
-        x21 = _dot(tl.trans(x9), x18, DOT, PRECISION)
+        # x19 = scale * q
+        x19 = scale * q
+        # x22 = x10^T @ x19
+        x22 = _dot(tl.trans(x10), x19, DOT, PRECISION)
         p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x6 = beta * p
-        x6 = beta[:, None] * p
-        # x27 = x26^T @ x6
-        x27 = _dot(tl.trans(x26), x6, DOT, PRECISION)
-        # x29 = x21 + -x27
-        x29 = x21 + (-x27)
+        # x30 = beta * p
+        x30 = beta[:, None] * p
+        # x31 = x29^T @ x30
+        x31 = _dot(tl.trans(x29), x30, DOT, PRECISION)
+        # x33 = x22 + -x31
+        x33 = x22 + (-x31)
         dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((dAT * x16) + (x11 * x18)) + x29
-        dk = ((dAT * x16[:, None]) + (x11[:, None] * x18)) + x29
+        # dk = ((dAT * x17) + (x12 * x19)) + x33
+        dk = ((dAT * x17[:, None]) + (x12[:, None] * x19)) + x33
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x33 = x26 @ k
-        x33 = _dot(x26, k, DOT, PRECISION)
-        x30 = _load_rows(x30_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x35 = -(x30 * x2) + -x33
-        x35 = (-(x30 * x2[:, None])) + (-x33)
-        # dp = x35 * beta
-        dp = x35 * beta[:, None]
+        # x37 = x29 @ k
+        x37 = _dot(x29, k, DOT, PRECISION)
+        x34 = _load_rows(x34_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x39 = -(x34 * x2) + -x37
+        x39 = (-(x34 * x2[:, None])) + (-x37)
+        # dp = x39 * beta
+        dp = x39 * beta[:, None]
         if NEED & 8:
             _store_rows(dp_out + ((batch * T + start) * HV + head_v) * K, dp, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x40 = sum_K(((dQL * x18) + -(x30 * x6)))
-        x40 += tl.sum(((dQL * x18) + (-(x30 * x6))), 1)
-        # x48 = sum_K((((x6 * x33) + (k * x29)) + -(x18 * x10)))
-        x48 += tl.sum((((x6 * x33) + (k * x29)) + (-(x18 * x10))), 1)
-        x53 = tl.load(x53_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x53)
-        dGc += tl.sum(x53, 0)
-        # x58 = sum_K((dAT * k))
-        x58 += tl.sum((dAT * k), 1)
-        # x64 = sum_K((x35 * p))
-        x64 += tl.sum((x35 * p), 1)
-    # x51 = sum[from](((x40 * x2) + -x48))
-    x51 = _sums_of_numbers(_keep_from(row), ((x40 * x2) + (-x48)))
-    # x60 = sum[before]((x58 * x16))
-    x60 = _sums_of_numbers(_keep_before(row), (x58 * x16))
+        # x44 = sum_K(((dQL * x19) + -(x34 * x30)))
+        x44 += tl.sum(((dQL * x19) + (-(x34 * x30))), 1)
+        # x52 = sum_K((((x30 * x37) + (k * x33)) + -(x19 * x11)))
+        x52 += tl.sum((((x30 * x37) + (k * x33)) + (-(x19 * x11))), 1)
+        x57 = tl.load(x57_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x57)
+        dGc += tl.sum(x57, 0)
+        # x62 = sum_K((dAT * k))
+        x62 += tl.sum((dAT * k), 1)
+        # x68 = sum_K((x39 * p))
+        x68 += tl.sum((x39 * p), 1)
+    # x55 = sum[from](((x44 * x2) + -x52))
+    x55 = _sums_of_numbers(_keep_from(row), ((x44 * x2) + (-x52)))
+    # x64 = sum[before]((x62 * x17))
+    x64 = _sums_of_numbers(_keep_before(row), (x62 * x17))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x51 + (dGc * Gc)) + x60
-    dg = (x51 + (dGc * Gc)) + x60
+    # dg = (x55 + (dGc * Gc)) + x64
+    dg = (x55 + (dGc * Gc)) + x64
     if NEED & 16:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    x62 = tl.load(x62_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x62 + x64
-    dbeta = x62 + x64
+    x66 = tl.load(x66_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x66 + x68
+    dbeta = x66 + x68
     if NEED & 32:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -975,12 +987,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1, 0),
-            "prepare_1": (64, 32, 4, 1, 0),
-            "scan": (0, 32, 4, 3, 0),
-            "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
-            "finish_1": (64, 32, 8, 1, 0),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 8, 3, 0),
+            "reverse": (0, 64, 8, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1044,6 +1056,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     K, size = q.shape[3], q.element_size()
     C, table = _config(K, size)
     wide = q.dtype == torch.float32
+    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1054,6 +1067,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "V": V,
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
+        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1062,7 +1076,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
         block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
-        BK, BV = _power(K), min(block_v, _power(V))
+        # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
+        least = 16 if wide else 64
+        BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
         if key in _WALK_K:
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
@@ -1093,16 +1109,17 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x7 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    x11 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
     with _on(q):
@@ -1116,9 +1133,9 @@ def _forward_triton(
             beta,
             v,
             Aqa,
-            E,
-            U,
-            W,
+            M1,
+            x7,
+            x11,
             QL,
             AT,
             Gc,
@@ -1135,8 +1152,8 @@ def _forward_triton(
         _launch(
             _forward_scan,
             B * HV * -(-V // own["forward.scan"]["BV"]),
-            W,
-            U,
+            x11,
+            x7,
             Aqa,
             QL,
             AT,
@@ -1156,7 +1173,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqa if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1170,7 +1187,7 @@ def _backward_triton(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqa: Tensor,
-    E: Tensor,
+    M1: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1180,6 +1197,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1194,17 +1212,16 @@ def _backward_triton(
     dbeta = _gradient(beta, HV, needs & 32 > 0)
     with _on(q):
         if needs & 127:
-            U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x23 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x26 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                E,
-                beta,
+                M1,
                 v,
                 p,
                 g,
@@ -1212,10 +1229,10 @@ def _backward_triton(
                 Aqa,
                 do,
                 q,
-                U,
-                W,
+                x5,
+                x7,
                 AT,
-                x23,
+                x26,
                 Gc,
                 QL,
                 scale,
@@ -1230,12 +1247,12 @@ def _backward_triton(
             )
         if needs & 63:
             Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V))
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
-                W,
-                U,
+                x7,
+                x5,
                 AT,
                 Gc,
                 Vnew,
@@ -1256,16 +1273,16 @@ def _backward_triton(
             )
         if needs & 127:
             dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V))
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x23,
+                x26,
                 Gc,
                 QL,
                 do,
-                W,
+                x7,
                 dVnew,
                 last,
                 dh0,
@@ -1286,10 +1303,10 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x26 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x30 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x53 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x62 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x29 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x34 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x57 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x66 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1297,19 +1314,20 @@ def _backward_triton(
                 kept_S,
                 Vnew,
                 kept_dS,
-                E,
-                dVnew,
+                p,
+                k,
                 g,
                 beta,
+                dVnew,
                 v,
                 dQL,
                 dAqa,
                 dAT,
-                x26,
+                x29,
                 dv,
-                x30,
-                x53,
-                x62,
+                x34,
+                x57,
+                x66,
                 scale,
                 T,
                 NT,
@@ -1330,13 +1348,13 @@ def _backward_triton(
                 k,
                 dAT,
                 q,
-                x26,
+                x29,
                 beta,
                 p,
-                x30,
-                x53,
+                x34,
+                x57,
                 Gc,
-                x62,
+                x66,
                 dq,
                 dk,
                 dp,
@@ -1507,26 +1525,26 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, p, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, p, g, beta,))
-    # x9 = sum[to](g)
-    x9 = _run(g[..., None], 'to')[..., 0]
-    # x10 = exp(x9)
-    x10 = torch.exp(x9)
-    # x15 = sum[after](g)
-    x15 = _run(g[..., None], 'after')[..., 0]
-    # x18 = sum[all](g)
-    x18 = g.sum(-1)
-    # Gc = exp(x18)
-    Gc = torch.exp(x18)
+    # x8 = sum[to](g)
+    x8 = _run(g[..., None], 'to')[..., 0]
+    # x9 = exp(x8)
+    x9 = torch.exp(x8)
+    # x16 = sum[after](g)
+    x16 = _run(g[..., None], 'after')[..., 0]
+    # x19 = sum[all](g)
+    x19 = g.sum(-1)
+    # Gc = exp(x19)
+    Gc = torch.exp(x19)
     # x2 = scale * q
     x2 = scale * q
     # x3 = x2 @ k^T
     x3 = x2 @ k.mT
     # x5 = p @ k^T
     x5 = p @ k.mT
-    # QL = x2 * x10
-    QL = x2 * x10[..., :, None]
-    # AT = k * exp(x15)
-    AT = k * torch.exp(x15)[..., :, None]
+    # QL = x2 * x9
+    QL = x2 * x9[..., :, None]
+    # AT = k * exp(x16)
+    AT = k * torch.exp(x16)[..., :, None]
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
     # Aqa = x * x3
@@ -1535,39 +1553,41 @@ def _forward_torch(
     x4 = _pairs_of(g, False, True)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse_of((beta[..., :, None] * (x4 * x5)))
-    # W = E @ ((beta * p) * x10)
-    W = E @ ((beta[..., :, None] * p) * x10[..., :, None])
-    # U = E @ (beta * v)
-    U = E @ (beta[..., :, None] * v)
+    # M1 = E * beta^T
+    M1 = E * beta[..., None, :]
+    # x11 = M1 @ (p * x9)
+    x11 = M1 @ (p * x9[..., :, None])
+    # x7 = M1 @ v
+    x7 = M1 @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
-        W_here = W[:, chunk]
-        U_here = U[:, chunk]
+        x11_here = x11[:, chunk]
+        x7_here = x7[:, chunk]
         Aqa_here = Aqa[:, chunk]
         QL_here = QL[:, chunk]
         AT_here = AT[:, chunk]
         Gc_here = Gc[:, chunk]
-        # x11 = W @ S
-        x11 = W_here @ S
-        # Vnew = U + -x11
-        Vnew = U_here + (-x11)
-        # x13 = Aqa @ Vnew
-        x13 = Aqa_here @ Vnew
-        # x14 = QL @ S
-        x14 = QL_here @ S
-        # o = x13 + x14
-        o = x13 + x14
-        # x17 = AT^T @ Vnew
-        x17 = AT_here.mT @ Vnew
-        # S_next = x17 + (S * Gc)
-        S_next = x17 + (S * Gc_here[..., None, None])
+        # x12 = x11 @ S
+        x12 = x11_here @ S
+        # Vnew = x7 + -x12
+        Vnew = x7_here + (-x12)
+        # x14 = Aqa @ Vnew
+        x14 = Aqa_here @ Vnew
+        # x15 = QL @ S
+        x15 = QL_here @ S
+        # o = x14 + x15
+        o = x14 + x15
+        # x18 = AT^T @ Vnew
+        x18 = AT_here.mT @ Vnew
+        # S_next = x18 + (S * Gc)
+        S_next = x18 + (S * Gc_here[..., None, None])
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1581,7 +1601,7 @@ def _backward_torch(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqa: Tensor,
-    E: Tensor,
+    M1: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1602,49 +1622,47 @@ def _backward_torch(
     x = _run(g[..., None], 'to')[..., 0]
     # x2 = exp(x)
     x2 = torch.exp(x)
-    # x15 = sum[after](g)
-    x15 = _run(g[..., None], 'after')[..., 0]
-    # x16 = exp(x15)
-    x16 = torch.exp(x15)
-    # x54 = sum[all](g)
-    x54 = g.sum(-1)
-    # Gc = exp(x54)
-    Gc = torch.exp(x54)
-    # x6 = beta * p
-    x6 = beta[..., :, None] * p
-    # W = E @ (x6 * x2)
-    W = E @ (x6 * x2[..., :, None])
-    # AT = k * x16
-    AT = k * x16[..., :, None]
+    # x16 = sum[after](g)
+    x16 = _run(g[..., None], 'after')[..., 0]
+    # x17 = exp(x16)
+    x17 = torch.exp(x16)
+    # x58 = sum[all](g)
+    x58 = g.sum(-1)
+    # Gc = exp(x58)
+    Gc = torch.exp(x58)
+    # x7 = M1 @ (p * x2)
+    x7 = M1 @ (p * x2[..., :, None])
+    # AT = k * x17
+    AT = k * x17[..., :, None]
     if needs & 126:
-        # x18 = scale * q
-        x18 = scale * q
-        # QL = x18 * x2
-        QL = x18 * x2[..., :, None]
+        # x19 = scale * q
+        x19 = scale * q
+        # QL = x19 * x2
+        QL = x19 * x2[..., :, None]
     if needs & 59:
-        # U = E @ (beta * v)
-        U = E @ (beta[..., :, None] * v)
+        # x5 = M1 @ v
+        x5 = M1 @ v
     if needs & 126:
-        # x23 = Aqa^T @ do
-        x23 = Aqa.mT @ do
+        # x26 = Aqa^T @ do
+        x26 = Aqa.mT @ do
     if needs & 59:
         S = state
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
-            W_here = W[:, chunk]
-            U_here = U[:, chunk]
+            x7_here = x7[:, chunk]
+            x5_here = x5[:, chunk]
             AT_here = AT[:, chunk]
             Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
-            # x7 = W @ S
-            x7 = W_here @ S
-            # Vnew = U + -x7
-            Vnew = U_here + (-x7)
-            # x65 = AT^T @ Vnew
-            x65 = AT_here.mT @ Vnew
-            # S_next = x65 + (S * Gc)
-            S_next = x65 + (S * Gc_here[..., None, None])
+            # x8 = x7 @ S
+            x8 = x7_here @ S
+            # Vnew = x5 + -x8
+            Vnew = x5_here + (-x8)
+            # x69 = AT^T @ Vnew
+            x69 = AT_here.mT @ Vnew
+            # S_next = x69 + (S * Gc)
+            S_next = x69 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1656,27 +1674,36 @@ def _backward_torch(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x23_here = x23[:, chunk]
+            x26_here = x26[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
-            W_here = W[:, chunk]
+            x7_here = x7[:, chunk]
             kept_dS_all.append(dS)
-            # x22 = AT @ dS
-            x22 = AT_here @ dS
-            # dVnew = x22 + x23
-            dVnew = x22 + x23_here
-            # x68 = QL^T @ do
-            x68 = QL_here.mT @ do_here
-            # x70 = W^T @ dVnew
-            x70 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x68) + -x70
-            dS_prev = ((dS * Gc_here[..., None, None]) + x68) + (-x70)
+            # x25 = AT @ dS
+            x25 = AT_here @ dS
+            # dVnew = x25 + x26
+            dVnew = x25 + x26_here
+            # x72 = QL^T @ do
+            x72 = QL_here.mT @ do_here
+            # x74 = x7^T @ dVnew
+            x74 = x7_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x72) + -x74
+            dS_prev = ((dS * Gc_here[..., None, None]) + x72) + (-x74)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
         dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 62:
+        # x23 = p @ k^T
+        x23 = p @ k.mT
+    if needs & 63:
+        # x4 = pair(g, to, strict=True)
+        x4 = _pairs_of(g, False, True)
+    if needs & 62:
+        # E = inverse((beta * (x4 * x23)))
+        E = _inverse_of((beta[..., :, None] * (x4 * x23)))
     if needs & 17:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1687,86 +1714,85 @@ def _backward_torch(
         # dAT = Vnew @ dS^T
         dAT = Vnew @ dS.mT
     if needs & 62:
-        # x24 = E^T @ dVnew
-        x24 = E.mT @ dVnew
+        # x27 = E^T @ dVnew
+        x27 = E.mT @ dVnew
     if needs & 58:
-        # x25 = x24 @ Vnew^T
-        x25 = x24 @ Vnew.mT
+        # x28 = x27 @ Vnew^T
+        x28 = x27 @ Vnew.mT
     if needs & 4:
-        # dv = x24 * beta
-        dv = x24 * beta[..., :, None]
+        # dv = x27 * beta
+        dv = x27 * beta[..., :, None]
     if needs & 56:
-        # x30 = x24 @ S^T
-        x30 = x24 @ S.mT
+        # x34 = x27 @ S^T
+        x34 = x27 @ S.mT
     if needs & 16:
-        # x52 = dS * S
-        x52 = dS * S
-        # x53 = sum_V(x52)
-        x53 = x52.sum(-1)
+        # x56 = dS * S
+        x56 = dS * S
+        # x57 = sum_V(x56)
+        x57 = x56.sum(-1)
     if needs & 32:
-        # x61 = x24 * v
-        x61 = x24 * v
-        # x62 = sum_V(x61)
-        x62 = x61.sum(-1)
-    if needs & 59:
-        # x4 = pair(g, to, strict=True)
-        x4 = _pairs_of(g, False, True)
+        # x65 = x27 * v
+        x65 = x27 * v
+        # x66 = sum_V(x65)
+        x66 = x65.sum(-1)
     if needs & 58:
-        # x26 = x4 * x25
-        x26 = x4 * x25
+        # x29 = x4 * x28
+        x29 = x4 * x28
     if needs & 19:
-        # x9 = x4 * dAqa
-        x9 = x4 * dAqa
+        # x10 = x4 * dAqa
+        x10 = x4 * dAqa
     if needs & 3:
-        # x11 = diagonal(dAqa)
-        x11 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x12 = diagonal(dAqa)
+        x12 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 17:
-        # x10 = x9 @ k
-        x10 = x9 @ k
+        # x11 = x10 @ k
+        x11 = x10 @ k
     if needs & 1:
-        # dq = ((dQL * x2) + (x10 + (x11 * k))) * scale
-        dq = ((dQL * x2[..., :, None]) + (x10 + (x11[..., :, None] * k))) * scale
+        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
+        dq = ((dQL * x2[..., :, None]) + (x11 + (x12[..., :, None] * k))) * scale
     if needs & 18:
-        # x21 = x9^T @ x18
-        x21 = x9.mT @ x18
-        # x27 = x26^T @ x6
-        x27 = x26.mT @ x6
-        # x29 = x21 + -x27
-        x29 = x21 + (-x27)
+        # x22 = x10^T @ x19
+        x22 = x10.mT @ x19
+        # x30 = beta * p
+        x30 = beta[..., :, None] * p
+        # x31 = x29^T @ x30
+        x31 = x29.mT @ x30
+        # x33 = x22 + -x31
+        x33 = x22 + (-x31)
     if needs & 2:
-        # dk = ((dAT * x16) + (x11 * x18)) + x29
-        dk = ((dAT * x16[..., :, None]) + (x11[..., :, None] * x18)) + x29
+        # dk = ((dAT * x17) + (x12 * x19)) + x33
+        dk = ((dAT * x17[..., :, None]) + (x12[..., :, None] * x19)) + x33
     if needs & 56:
-        # x33 = x26 @ k
-        x33 = x26 @ k
+        # x37 = x29 @ k
+        x37 = x29 @ k
     if needs & 40:
-        # x35 = -(x30 * x2) + -x33
-        x35 = (-(x30 * x2[..., :, None])) + (-x33)
+        # x39 = -(x34 * x2) + -x37
+        x39 = (-(x34 * x2[..., :, None])) + (-x37)
     if needs & 8:
-        # dp = x35 * beta
-        dp = x35 * beta[..., :, None]
+        # dp = x39 * beta
+        dp = x39 * beta[..., :, None]
     if needs & 16:
-        # x40 = sum_K(((dQL * x18) + -(x30 * x6)))
-        x40 = ((dQL * x18) + (-(x30 * x6))).sum(-1)
-        # x48 = sum_K((((x6 * x33) + (k * x29)) + -(x18 * x10)))
-        x48 = (((x6 * x33) + (k * x29)) + (-(x18 * x10))).sum(-1)
-        # dGc = sum_K(x53)
-        dGc = x53.sum(-1)
-        # x58 = sum_K((dAT * k))
-        x58 = (dAT * k).sum(-1)
+        # x44 = sum_K(((dQL * x19) + -(x34 * x30)))
+        x44 = ((dQL * x19) + (-(x34 * x30))).sum(-1)
+        # x52 = sum_K((((x30 * x37) + (k * x33)) + -(x19 * x11)))
+        x52 = (((x30 * x37) + (k * x33)) + (-(x19 * x11))).sum(-1)
+        # dGc = sum_K(x57)
+        dGc = x57.sum(-1)
+        # x62 = sum_K((dAT * k))
+        x62 = (dAT * k).sum(-1)
     if needs & 32:
-        # x64 = sum_K((x35 * p))
-        x64 = (x35 * p).sum(-1)
+        # x68 = sum_K((x39 * p))
+        x68 = (x39 * p).sum(-1)
     if needs & 16:
-        # x51 = sum[from](((x40 * x2) + -x48))
-        x51 = _run(((x40 * x2) + (-x48))[..., None], 'from')[..., 0]
-        # x60 = sum[before]((x58 * x16))
-        x60 = _run((x58 * x16)[..., None], 'before')[..., 0]
-        # dg = (x51 + (dGc * Gc)) + x60
-        dg = (x51 + (dGc * Gc)[..., None]) + x60
+        # x55 = sum[from](((x44 * x2) + -x52))
+        x55 = _run(((x44 * x2) + (-x52))[..., None], 'from')[..., 0]
+        # x64 = sum[before]((x62 * x17))
+        x64 = _run((x62 * x17)[..., None], 'before')[..., 0]
+        # dg = (x55 + (dGc * Gc)) + x64
+        dg = (x55 + (dGc * Gc)[..., None]) + x64
     if needs & 32:
-        # dbeta = x62 + x64
-        dbeta = x62 + x64
+        # dbeta = x66 + x68
+        dbeta = x66 + x68
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program a7a40d09:
+# the delta rule, no decay, program 4f60d1b2:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -22,8 +22,6 @@
 #     Aqa    decayed products of queries and write vectors, lower triangle
 #     Abk    decayed products of erase vectors and keys, strictly lower
 #     E      (I + N)^-1
-#     W      E BL: what the state before the chunk loses, a token
-#     U      E applied to the values: what is written if the state before the chunk is 0
 #     Vnew   values after the delta rule
 #     S      state before the chunk, [K, V]
 #     dS     cotangent of the state after the chunk
@@ -48,7 +46,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta"]
 
-_NAME = "delta_a7a40d09"
+_NAME = "delta_4f60d1b2"
 
 
 def _jit(function: Any) -> Any:
@@ -155,19 +153,21 @@ def _sums_of_numbers(keep, x):
 
 
 @_jit
-def _pairs(g, c, BEFORE: tl.constexpr, STRICT: tl.constexpr, PARTS: tl.constexpr):
-    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment."""
-    later = tl.where(_keep_after(c), 1.0, 0.0)  # [j, m]: m > j
-    rows = tl.trans(later) * g[:, None]  # [m, j]
-    if BEFORE:
-        total = _sums(_keep_before(c), rows, PARTS)
-    else:
-        total = _sums(_keep_to(c), rows, PARTS)
+def _pairs(g, row, BEFORE: tl.constexpr, STRICT: tl.constexpr):
+    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment.
+
+    A scan and not a product: Triton up to 3.7.0 can go wrong on Hopper where what a product made is transposed for another.
+    """
+    inside = _keep_after(row)  # [j, m]: m > j
+    if BEFORE:  # the segment ends a token earlier
+        g = tl.sum(tl.where(row[None, :] == row[:, None] - 1, g[None, :], 0.0), 1)
+        inside = row[None, :] - 1 > row[:, None]
+    total = tl.cumsum(tl.where(inside, g[None, :], 0.0), 1)  # [j, i]
     if STRICT:
-        keep = _keep_before(c)
+        keep = _keep_after(row)
     else:
-        keep = _keep_to(c)
-    return tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0)
+        keep = _keep_from(row)
+    return tl.trans(tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0))
 
 
 @_jit
@@ -293,9 +293,9 @@ def _forward_prepare(
     v_ptr,
     QL_out,
     Aqa_out,
-    E_out,
-    U_out,
-    W_out,
+    M1_out,
+    x3_out,
+    x4_out,
     scale,
     T,
     NT,
@@ -308,6 +308,7 @@ def _forward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -346,28 +347,32 @@ def _forward_prepare(
     Abk = tl.where(_keep_before(row), x2, 0.0)
     # E = inverse(Abk)
     E = _inverse(Abk, row, C, LEVELS, SOLVE)
+    # M1 = E * beta^T
+    M1 = E * beta[None, :]
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+        _store_rows(M1_out + tile * C * C, M1, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # W = E @ (beta * k)
-        W = _dot(E, (beta[:, None] * k), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # BL = beta * k
+        BL = beta[:, None] * k
+        # x4 = M1 @ k
+        x4 = _dot(M1, k, DOT, PRECISION)
+        _store_rows(x4_out + tile * C * K, x4, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # U = E @ (beta * v)
-        U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        # x3 = M1 @ v
+        x3 = _dot(M1, v, DOT, PRECISION)
+        _store_rows(x3_out + tile * C * V, x3, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
-    W_ptr,
-    U_ptr,
+    x4_ptr,
+    x3_ptr,
     Aqa_ptr,
     QL_ptr,
     k_ptr,
@@ -386,6 +391,7 @@ def _forward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -415,27 +421,27 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x4 = W @ S
-        x4 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = U + -x4
-        Vnew = U + (-x4)
+        x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x5 = x4 @ S
+        x5 = _dot(x4, S, RANGE, PRECISION)
+        x3 = _load_rows(x3_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x3 + -x5
+        Vnew = x3 + (-x5)
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x6 = Aqa @ Vnew
-        x6 = _dot(Aqa, Vnew, DOT, PRECISION)
+        # x7 = Aqa @ Vnew
+        x7 = _dot(Aqa, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x7 = QL @ S
-        x7 = _dot(QL, S, DOT, PRECISION)
-        # o = x6 + x7
-        o = x6 + x7
+        # x8 = QL @ S
+        x8 = _dot(QL, S, RANGE, PRECISION)
+        # o = x7 + x8
+        o = x7 + x8
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x8 = k^T @ Vnew
-        x8 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
-        # S_next = x8 + S
-        S_next = x8 + S
+        # x9 = k^T @ Vnew
+        x9 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
+        # S_next = x9 + S
+        S_next = x9 + S
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -447,16 +453,15 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    E_ptr,
-    beta_ptr,
+    M1_ptr,
     v_ptr,
     k_ptr,
     Aqa_ptr,
     do_ptr,
     q_ptr,
-    U_out,
-    W_out,
-    x9_out,
+    x2_out,
+    x3_out,
+    x11_out,
     QL_out,
     scale,
     T,
@@ -470,6 +475,7 @@ def _backward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -486,15 +492,14 @@ def _backward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    M1 = _load_rows(M1_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # W = E @ (beta * k)
-        W = _dot(E, (beta[:, None] * k), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x3 = M1 @ k
+        x3 = _dot(M1, k, DOT, PRECISION)
+        _store_rows(x3_out + tile * C * K, x3, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = scale * q
         QL = scale * q
@@ -504,19 +509,19 @@ def _backward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # U = E @ (beta * v)
-        U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        # x2 = M1 @ v
+        x2 = _dot(M1, v, DOT, PRECISION)
+        _store_rows(x2_out + tile * C * V, x2, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x9 = Aqa^T @ do
-        x9 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x9_out + tile * C * V, x9, row, col_v, V, C, V, V % BV == 0)
+        # x11 = Aqa^T @ do
+        x11 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x11_out + tile * C * V, x11, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _backward_scan(
-    W_ptr,
-    U_ptr,
+    x3_ptr,
+    x2_ptr,
     k_ptr,
     Vnew_out,
     initial_ptr,
@@ -534,6 +539,7 @@ def _backward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -564,18 +570,18 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x3 = W @ S
-        x3 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = U + -x3
-        Vnew = U + (-x3)
+        x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x4 = x3 @ S
+        x4 = _dot(x3, S, RANGE, PRECISION)
+        x2 = _load_rows(x2_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x2 + -x4
+        Vnew = x2 + (-x4)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x27 = k^T @ Vnew
-        x27 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
-        # S_next = x27 + S
-        S_next = x27 + S
+        # x29 = k^T @ Vnew
+        x29 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
+        # S_next = x29 + S
+        S_next = x29 + S
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -584,10 +590,10 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     k_ptr,
-    x9_ptr,
+    x11_ptr,
     QL_ptr,
     do_ptr,
-    W_ptr,
+    x3_ptr,
     dVnew_out,
     initial_ptr,
     final_out,
@@ -604,6 +610,7 @@ def _backward_reverse(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -635,21 +642,21 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x8 = k @ dS
-        x8 = _dot(k, dS, DOT, PRECISION)
-        x9 = _load_rows(x9_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x8 + x9
-        dVnew = x8 + x9
+        # x10 = k @ dS
+        x10 = _dot(k, dS, RANGE, PRECISION)
+        x11 = _load_rows(x11_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x10 + x11
+        dVnew = x10 + x11
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x28 = QL^T @ do
-        x28 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x30 = W^T @ dVnew
-        x30 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
-        # dS_prev = (dS + x28) + -x30
-        dS_prev = (dS + x28) + (-x30)
+        # x30 = QL^T @ do
+        x30 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x32 = x3^T @ dVnew
+        x32 = _dot(tl.trans(x3), dVnew, DOT, PRECISION)
+        # dS_prev = (dS + x30) + -x32
+        dS_prev = (dS + x30) + (-x32)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -661,17 +668,17 @@ def _backward_finish(
     S_ptr,
     Vnew_ptr,
     dS_ptr,
-    E_ptr,
-    dVnew_ptr,
     beta_ptr,
+    k_ptr,
+    dVnew_ptr,
     v_ptr,
     x_out,
-    x5_out,
-    x7_out,
-    x12_out,
-    x17_out,
+    x6_out,
+    x8_out,
+    x14_out,
+    x19_out,
     dv_out,
-    x24_out,
+    x26_out,
     scale,
     T,
     NT,
@@ -684,6 +691,7 @@ def _backward_finish(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -702,68 +710,74 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x9 = (beta * k) @ k^T
+    x9 = _dot((beta[:, None] * k), tl.trans(k), DOT, PRECISION)
+    # Abk = mask(x9, strict=True)
+    Abk = tl.where(_keep_before(row), x9, 0.0)
+    # E = inverse(Abk)
+    E = _inverse(Abk, row, C, LEVELS, SOLVE)
     x = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
-    x7 = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x11 = tl.zeros([C, C, ], tl.float32)
-    x16 = tl.zeros([C, BK, ], tl.float32)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x24 = tl.zeros([C, ], tl.float32)
+    x8 = tl.zeros([C, BK, ], tl.float32)
+    x13 = tl.zeros([C, C, ], tl.float32)
+    x18 = tl.zeros([C, BK, ], tl.float32)
+    x26 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # x = do @ S^T
-        x += _dot(do, tl.trans(S), DOT, PRECISION)
+        x += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ Vnew^T
         dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # x7 = Vnew @ dS^T
-        x7 += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
+        # x8 = Vnew @ dS^T
+        x8 += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x10 = E^T @ dVnew
-        x10 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x11 = x10 @ Vnew^T
-        x11 += _dot(x10, tl.trans(Vnew), DOT, PRECISION)
-        # x16 = x10 @ S^T
-        x16 += _dot(x10, tl.trans(S), DOT, PRECISION)
-        # dv = x10 * beta
-        dv = x10 * beta[:, None]
+        # x12 = E^T @ dVnew
+        x12 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x13 = x12 @ Vnew^T
+        x13 += _dot(x12, tl.trans(Vnew), DOT, PRECISION)
+        # x18 = x12 @ S^T
+        x18 += _dot(x12, tl.trans(S), RANGE, PRECISION)
+        # dv = x12 * beta
+        dv = x12 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x23 = x10 * v
-        x23 = x10 * v
-        # x24 = sum_V(x23)
-        x24 += tl.sum(x23, 1)
+        # x25 = x12 * v
+        x25 = x12 * v
+        # x26 = sum_V(x25)
+        x26 += tl.sum(x25, 1)
     _store_rows(x_out + tile * C * K, x, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x24_out + tile * C + row, x24, mask=row < C)
-    # x5 = mask(dAqa, strict=False)
-    x5 = tl.where(_keep_to(row), dAqa, 0.0)
-    _store_rows(x5_out + tile * C * C, x5, row, row, C, C, C, True)
-    # x12 = mask(x11, strict=True)
-    x12 = tl.where(_keep_before(row), x11, 0.0)
-    _store_rows(x12_out + tile * C * C, x12, row, row, C, C, C, True)
-    # x17 = -x16
-    x17 = -x16
-    _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x26_out + tile * C + row, x26, mask=row < C)
+    # x6 = mask(dAqa, strict=False)
+    x6 = tl.where(_keep_to(row), dAqa, 0.0)
+    _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
+    # x14 = mask(x13, strict=True)
+    x14 = tl.where(_keep_before(row), x13, 0.0)
+    _store_rows(x14_out + tile * C * C, x14, row, row, C, C, C, True)
+    # x19 = -x18
+    x19 = -x18
+    _store_rows(x19_out + tile * C * K, x19, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
 def _backward_finish_1(
-    x5_ptr,
+    x6_ptr,
     k_ptr,
     x_ptr,
-    x12_ptr,
+    x14_ptr,
     beta_ptr,
-    x7_ptr,
-    x17_ptr,
+    x8_ptr,
+    x19_ptr,
     q_ptr,
-    x24_ptr,
+    x26_ptr,
     dq_out,
     dk_out,
     dbeta_out,
@@ -779,6 +793,7 @@ def _backward_finish_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -795,41 +810,41 @@ def _backward_finish_1(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    x5 = _load_rows(x5_ptr + tile * C * C, row, row, C, C, C, True)
-    x12 = _load_rows(x12_ptr + tile * C * C, row, row, C, C, C, True)
+    x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
+    x14 = _load_rows(x14_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x26 = tl.zeros([C, ], tl.float32)
+    x28 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x6 = x5 @ k
-        x6 = _dot(x5, k, DOT, PRECISION)
+        # x7 = x6 @ k
+        x7 = _dot(x6, k, DOT, PRECISION)
         x = _load_rows(x_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = (x + x6) * scale
-        dq = (x + x6) * scale
+        # dq = (x + x7) * scale
+        dq = (x + x7) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x13 = x12^T @ (beta * k)
-        x13 = _dot(tl.trans(x12), (beta[:, None] * k), DOT, PRECISION)
-        # x18 = x12 @ k
-        x18 = _dot(x12, k, DOT, PRECISION)
-        x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dBL = x17 + -x18
-        dBL = x17 + (-x18)
+        # x15 = x14^T @ (beta * k)
+        x15 = _dot(tl.trans(x14), (beta[:, None] * k), DOT, PRECISION)
+        # x20 = x14 @ k
+        x20 = _dot(x14, k, DOT, PRECISION)
+        x19 = _load_rows(x19_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dBL = x19 + -x20
+        dBL = x19 + (-x20)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x22 = x5^T @ (scale * q)
-        x22 = _dot(tl.trans(x5), (scale * q), DOT, PRECISION)
-        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((x7 + -x13) + (dBL * beta)) + x22
-        dk = ((x7 + (-x13)) + (dBL * beta[:, None])) + x22
+        # x24 = x6^T @ (scale * q)
+        x24 = _dot(tl.trans(x6), (scale * q), DOT, PRECISION)
+        x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((x8 + -x15) + (dBL * beta)) + x24
+        dk = ((x8 + (-x15)) + (dBL * beta[:, None])) + x24
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x26 = sum_K((dBL * k))
-        x26 += tl.sum((dBL * k), 1)
-    x24 = tl.load(x24_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x24 + x26
-    dbeta = x24 + x26
+        # x28 = sum_K((dBL * k))
+        x28 += tl.sum((dBL * k), 1)
+    x26 = tl.load(x26_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x26 + x28
+    dbeta = x26 + x28
     if NEED & 8:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -858,12 +873,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1, 0),
-            "prepare_1": (64, 32, 4, 1, 0),
-            "scan": (0, 32, 4, 3, 0),
-            "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
-            "finish_1": (64, 32, 8, 1, 0),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 8, 3, 0),
+            "reverse": (0, 64, 8, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -927,6 +942,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     K, size = q.shape[3], q.element_size()
     C, table = _config(K, size)
     wide = q.dtype == torch.float32
+    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -937,6 +953,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "V": V,
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
+        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -945,7 +962,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
         block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
-        BK, BV = _power(K), min(block_v, _power(V))
+        # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
+        least = 16 if wide else 64
+        BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
         if key in _WALK_K:
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
@@ -974,6 +993,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (beta, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -981,9 +1001,9 @@ def _forward_triton(
     initial = none if initial_state is None else initial_state.contiguous()
     QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x3 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    x4 = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
@@ -994,9 +1014,9 @@ def _forward_triton(
             v,
             QL,
             Aqa,
-            E,
-            U,
-            W,
+            M1,
+            x3,
+            x4,
             scale,
             T,
             NT,
@@ -1010,8 +1030,8 @@ def _forward_triton(
         _launch(
             _forward_scan,
             B * HV * -(-V // own["forward.scan"]["BV"]),
-            W,
-            U,
+            x4,
+            x3,
             Aqa,
             QL,
             k,
@@ -1030,7 +1050,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqa if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1042,7 +1062,7 @@ def _backward_triton(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqa: Tensor,
-    E: Tensor,
+    M1: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1052,6 +1072,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (beta, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1064,23 +1085,22 @@ def _backward_triton(
     dbeta = _gradient(beta, HV, needs & 8 > 0)
     with _on(q):
         if needs & 31:
-            U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x9 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x2 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x3 = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            x11 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                E,
-                beta,
+                M1,
                 v,
                 k,
                 Aqa,
                 do,
                 q,
-                U,
-                W,
-                x9,
+                x2,
+                x3,
+                x11,
                 QL,
                 scale,
                 T,
@@ -1094,12 +1114,12 @@ def _backward_triton(
             )
         if needs & 15:
             Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V))
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
-                W,
-                U,
+                x3,
+                x2,
                 k,
                 Vnew,
                 initial,
@@ -1119,15 +1139,15 @@ def _backward_triton(
             )
         if needs & 31:
             dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V))
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 k,
-                x9,
+                x11,
                 QL,
                 do,
-                W,
+                x3,
                 dVnew,
                 last,
                 dh0,
@@ -1146,11 +1166,11 @@ def _backward_triton(
             )
         if needs & 15:
             x = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x5 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x7 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x12 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x24 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x8 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x14 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x19 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x26 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1158,17 +1178,17 @@ def _backward_triton(
                 kept_S,
                 Vnew,
                 kept_dS,
-                E,
-                dVnew,
                 beta,
+                k,
+                dVnew,
                 v,
                 x,
-                x5,
-                x7,
-                x12,
-                x17,
+                x6,
+                x8,
+                x14,
+                x19,
                 dv,
-                x24,
+                x26,
                 scale,
                 T,
                 NT,
@@ -1183,15 +1203,15 @@ def _backward_triton(
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
-                x5,
+                x6,
                 k,
                 x,
-                x12,
+                x14,
                 beta,
-                x7,
-                x17,
+                x8,
+                x19,
                 q,
-                x24,
+                x26,
                 dq,
                 dk,
                 dbeta,
@@ -1362,48 +1382,48 @@ def _forward_torch(
     QL = scale * q
     # x = QL @ k^T
     x = QL @ k.mT
-    # BL = beta * k
-    BL = beta[..., :, None] * k
-    # x2 = BL @ k^T
-    x2 = BL @ k.mT
+    # x2 = (beta * k) @ k^T
+    x2 = (beta[..., :, None] * k) @ k.mT
     # Aqa = mask(x, strict=False)
     Aqa = torch.tril(x, 0)
     # Abk = mask(x2, strict=True)
     Abk = torch.tril(x2, -1)
     # E = inverse(Abk)
     E = _inverse_of(Abk)
-    # W = E @ BL
-    W = E @ BL
-    # U = E @ (beta * v)
-    U = E @ (beta[..., :, None] * v)
+    # M1 = E * beta^T
+    M1 = E * beta[..., None, :]
+    # x4 = M1 @ k
+    x4 = M1 @ k
+    # x3 = M1 @ v
+    x3 = M1 @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
-        W_here = W[:, chunk]
-        U_here = U[:, chunk]
+        x4_here = x4[:, chunk]
+        x3_here = x3[:, chunk]
         Aqa_here = Aqa[:, chunk]
         QL_here = QL[:, chunk]
         k_here = k[:, chunk]
-        # x4 = W @ S
-        x4 = W_here @ S
-        # Vnew = U + -x4
-        Vnew = U_here + (-x4)
-        # x6 = Aqa @ Vnew
-        x6 = Aqa_here @ Vnew
-        # x7 = QL @ S
-        x7 = QL_here @ S
-        # o = x6 + x7
-        o = x6 + x7
-        # x8 = k^T @ Vnew
-        x8 = k_here.mT @ Vnew
-        # S_next = x8 + S
-        S_next = x8 + S
+        # x5 = x4 @ S
+        x5 = x4_here @ S
+        # Vnew = x3 + -x5
+        Vnew = x3_here + (-x5)
+        # x7 = Aqa @ Vnew
+        x7 = Aqa_here @ Vnew
+        # x8 = QL @ S
+        x8 = QL_here @ S
+        # o = x7 + x8
+        o = x7 + x8
+        # x9 = k^T @ Vnew
+        x9 = k_here.mT @ Vnew
+        # S_next = x9 + S
+        S_next = x9 + S
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1415,7 +1435,7 @@ def _backward_torch(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqa: Tensor,
-    E: Tensor,
+    M1: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1432,36 +1452,34 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, beta, = (_chunks(x, HV, C, dtype) for x in given)
-    # BL = beta * k
-    BL = beta[..., :, None] * k
-    # W = E @ BL
-    W = E @ BL
+    # x3 = M1 @ k
+    x3 = M1 @ k
     if needs & 30:
         # QL = scale * q
         QL = scale * q
     if needs & 11:
-        # U = E @ (beta * v)
-        U = E @ (beta[..., :, None] * v)
+        # x2 = M1 @ v
+        x2 = M1 @ v
     if needs & 30:
-        # x9 = Aqa^T @ do
-        x9 = Aqa.mT @ do
+        # x11 = Aqa^T @ do
+        x11 = Aqa.mT @ do
     if needs & 11:
         S = state
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
-            W_here = W[:, chunk]
-            U_here = U[:, chunk]
+            x3_here = x3[:, chunk]
+            x2_here = x2[:, chunk]
             k_here = k[:, chunk]
             kept_S_all.append(S)
-            # x3 = W @ S
-            x3 = W_here @ S
-            # Vnew = U + -x3
-            Vnew = U_here + (-x3)
-            # x27 = k^T @ Vnew
-            x27 = k_here.mT @ Vnew
-            # S_next = x27 + S
-            S_next = x27 + S
+            # x4 = x3 @ S
+            x4 = x3_here @ S
+            # Vnew = x2 + -x4
+            Vnew = x2_here + (-x4)
+            # x29 = k^T @ Vnew
+            x29 = k_here.mT @ Vnew
+            # S_next = x29 + S
+            S_next = x29 + S
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1473,26 +1491,35 @@ def _backward_torch(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             k_here = k[:, chunk]
-            x9_here = x9[:, chunk]
+            x11_here = x11[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
-            W_here = W[:, chunk]
+            x3_here = x3[:, chunk]
             kept_dS_all.append(dS)
-            # x8 = k @ dS
-            x8 = k_here @ dS
-            # dVnew = x8 + x9
-            dVnew = x8 + x9_here
-            # x28 = QL^T @ do
-            x28 = QL_here.mT @ do_here
-            # x30 = W^T @ dVnew
-            x30 = W_here.mT @ dVnew
-            # dS_prev = (dS + x28) + -x30
-            dS_prev = (dS + x28) + (-x30)
+            # x10 = k @ dS
+            x10 = k_here @ dS
+            # dVnew = x10 + x11
+            dVnew = x10 + x11_here
+            # x30 = QL^T @ do
+            x30 = QL_here.mT @ do_here
+            # x32 = x3^T @ dVnew
+            x32 = x3_here.mT @ dVnew
+            # dS_prev = (dS + x30) + -x32
+            dS_prev = (dS + x30) + (-x32)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
         dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 14:
+        # BL = beta * k
+        BL = beta[..., :, None] * k
+        # x9 = BL @ k^T
+        x9 = BL @ k.mT
+        # Abk = mask(x9, strict=True)
+        Abk = torch.tril(x9, -1)
+        # E = inverse(Abk)
+        E = _inverse_of(Abk)
     if needs & 1:
         # x = do @ S^T
         x = do @ S.mT
@@ -1500,55 +1527,55 @@ def _backward_torch(
         # dAqa = do @ Vnew^T
         dAqa = do @ Vnew.mT
     if needs & 2:
-        # x7 = Vnew @ dS^T
-        x7 = Vnew @ dS.mT
+        # x8 = Vnew @ dS^T
+        x8 = Vnew @ dS.mT
     if needs & 14:
-        # x10 = E^T @ dVnew
-        x10 = E.mT @ dVnew
+        # x12 = E^T @ dVnew
+        x12 = E.mT @ dVnew
     if needs & 10:
-        # x11 = x10 @ Vnew^T
-        x11 = x10 @ Vnew.mT
-        # x16 = x10 @ S^T
-        x16 = x10 @ S.mT
+        # x13 = x12 @ Vnew^T
+        x13 = x12 @ Vnew.mT
+        # x18 = x12 @ S^T
+        x18 = x12 @ S.mT
     if needs & 4:
-        # dv = x10 * beta
-        dv = x10 * beta[..., :, None]
+        # dv = x12 * beta
+        dv = x12 * beta[..., :, None]
     if needs & 8:
-        # x23 = x10 * v
-        x23 = x10 * v
-        # x24 = sum_V(x23)
-        x24 = x23.sum(-1)
+        # x25 = x12 * v
+        x25 = x12 * v
+        # x26 = sum_V(x25)
+        x26 = x25.sum(-1)
     if needs & 3:
-        # x5 = mask(dAqa, strict=False)
-        x5 = torch.tril(dAqa, 0)
+        # x6 = mask(dAqa, strict=False)
+        x6 = torch.tril(dAqa, 0)
     if needs & 10:
-        # x12 = mask(x11, strict=True)
-        x12 = torch.tril(x11, -1)
-        # x17 = -x16
-        x17 = -x16
+        # x14 = mask(x13, strict=True)
+        x14 = torch.tril(x13, -1)
+        # x19 = -x18
+        x19 = -x18
     if needs & 1:
-        # x6 = x5 @ k
-        x6 = x5 @ k
-        # dq = (x + x6) * scale
-        dq = (x + x6) * scale
+        # x7 = x6 @ k
+        x7 = x6 @ k
+        # dq = (x + x7) * scale
+        dq = (x + x7) * scale
     if needs & 2:
-        # x13 = x12^T @ BL
-        x13 = x12.mT @ BL
+        # x15 = x14^T @ BL
+        x15 = x14.mT @ BL
     if needs & 10:
-        # x18 = x12 @ k
-        x18 = x12 @ k
-        # dBL = x17 + -x18
-        dBL = x17 + (-x18)
+        # x20 = x14 @ k
+        x20 = x14 @ k
+        # dBL = x19 + -x20
+        dBL = x19 + (-x20)
     if needs & 2:
-        # x22 = x5^T @ QL
-        x22 = x5.mT @ QL
-        # dk = ((x7 + -x13) + (dBL * beta)) + x22
-        dk = ((x7 + (-x13)) + (dBL * beta[..., :, None])) + x22
+        # x24 = x6^T @ QL
+        x24 = x6.mT @ QL
+        # dk = ((x8 + -x15) + (dBL * beta)) + x24
+        dk = ((x8 + (-x15)) + (dBL * beta[..., :, None])) + x24
     if needs & 8:
-        # x26 = sum_K((dBL * k))
-        x26 = (dBL * k).sum(-1)
-        # dbeta = x24 + x26
-        dbeta = x24 + x26
+        # x28 = sum_K((dBL * k))
+        x28 = (dBL * k).sum(-1)
+        # dbeta = x26 + x28
+        dbeta = x26 + x28
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 70966139:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 3b9dfd61:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_70966139"
+_NAME = "dplr_absorbed_3b9dfd61"
 
 
 def _jit(function: Any) -> Any:
@@ -159,19 +159,21 @@ def _sums_of_numbers(keep, x):
 
 
 @_jit
-def _pairs(g, c, BEFORE: tl.constexpr, STRICT: tl.constexpr, PARTS: tl.constexpr):
-    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment."""
-    later = tl.where(_keep_after(c), 1.0, 0.0)  # [j, m]: m > j
-    rows = tl.trans(later) * g[:, None]  # [m, j]
-    if BEFORE:
-        total = _sums(_keep_before(c), rows, PARTS)
-    else:
-        total = _sums(_keep_to(c), rows, PARTS)
+def _pairs(g, row, BEFORE: tl.constexpr, STRICT: tl.constexpr):
+    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment.
+
+    A scan and not a product: Triton up to 3.7.0 can go wrong on Hopper where what a product made is transposed for another.
+    """
+    inside = _keep_after(row)  # [j, m]: m > j
+    if BEFORE:  # the segment ends a token earlier
+        g = tl.sum(tl.where(row[None, :] == row[:, None] - 1, g[None, :], 0.0), 1)
+        inside = row[None, :] - 1 > row[:, None]
+    total = tl.cumsum(tl.where(inside, g[None, :], 0.0), 1)  # [j, i]
     if STRICT:
-        keep = _keep_before(c)
+        keep = _keep_after(row)
     else:
-        keep = _keep_to(c)
-    return tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0)
+        keep = _keep_from(row)
+    return tl.trans(tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0))
 
 
 @_jit
@@ -315,6 +317,7 @@ def _forward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -422,7 +425,7 @@ def _forward_prepare(
         x8 = _sums(_keep_before(row), g, GATE_PARTS)
         d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # W = E @ (d * exp(x8))
-        W = _dot(E, (d * tl.exp(x8)), DOT, PRECISION)
+        W = _dot(E, (d * tl.exp(x8)), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -458,6 +461,7 @@ def _forward_prepare_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -575,6 +579,7 @@ def _forward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -606,10 +611,10 @@ def _forward_scan(
         tile = (batch * NT + chunk) * HV + head_v
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
-        x4 = _dot(QL, S, DOT, PRECISION)
+        x4 = _dot(QL, S, RANGE, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x10 = W @ S
-        x10 = _dot(W, S, DOT, PRECISION)
+        x10 = _dot(W, S, RANGE, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x11 = U + x10
         x11 = U + x10
@@ -671,6 +676,7 @@ def _backward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -696,7 +702,7 @@ def _backward_prepare(
         x2 = _sums(_keep_before(row), g, GATE_PARTS)
         d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # W = E @ (d * exp(x2))
-        W = _dot(E, (d * tl.exp(x2)), DOT, PRECISION)
+        W = _dot(E, (d * tl.exp(x2)), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
         # x22 = sum[after](g)
         x22 = _sums(_keep_after(row), g, GATE_PARTS)
@@ -764,6 +770,7 @@ def _backward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -796,7 +803,7 @@ def _backward_scan(
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = W @ S
-        x4 = _dot(W, S, DOT, PRECISION)
+        x4 = _dot(W, S, RANGE, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x5 = U + x4
         x5 = U + x4
@@ -840,6 +847,7 @@ def _backward_reverse(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -872,18 +880,18 @@ def _backward_reverse(
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x29 = AT @ dS
-        x29 = _dot(AT, dS, DOT, PRECISION)
+        x29 = _dot(AT, dS, RANGE, PRECISION)
         x32 = _load_rows(x32_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x33 = -x29 + x32
         x33 = (-x29) + x32
         _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x83 = W^T @ x33
-        x83 = _dot(tl.trans(W), x33, DOT, PRECISION)
+        x83 = _dot(tl.trans(W), x33, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x85 = QL^T @ do
-        x85 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        x85 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dS_prev = ((dS * Gc) + x83) + x85
         dS_prev = ((dS * Gc[:, None]) + x83) + x85
@@ -928,6 +936,7 @@ def _backward_finish(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -973,17 +982,17 @@ def _backward_finish(
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
+        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
-        dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
+        dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
         x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x34 = E^T @ x33
         x34 = _dot(tl.trans(E), x33, DOT, PRECISION)
         # dAbk = x34 @ v^T
         dAbk += _dot(x34, tl.trans(v), DOT, PRECISION)
         # x37 = KT @ dS
-        x37 = _dot(KT, dS, DOT, PRECISION)
+        x37 = _dot(KT, dS, RANGE, PRECISION)
         # x38 = U2^T @ x33
         x38 = _dot(tl.trans(U2), x33, DOT, PRECISION)
         # x40 = Aqk^T @ do
@@ -993,11 +1002,11 @@ def _backward_finish(
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
         # x42 = x5 @ dS^T
-        x42 += _dot(x5, tl.trans(dS), DOT, PRECISION)
+        x42 += _dot(x5, tl.trans(dS), RANGE, PRECISION)
         # x47 = x34 @ x5^T
         x47 += _dot(x34, tl.trans(x5), DOT, PRECISION)
         # dBL = x34 @ S^T
-        dBL += _dot(x34, tl.trans(S), DOT, PRECISION)
+        dBL += _dot(x34, tl.trans(S), RANGE, PRECISION)
         # x74 = dS * S
         x74 = dS * S
         # dGc = sum_V(x74)
@@ -1066,6 +1075,7 @@ def _backward_finish_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1265,12 +1275,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1, 0),
-            "prepare_1": (64, 32, 4, 1, 0),
-            "scan": (0, 32, 4, 3, 0),
-            "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
-            "finish_1": (64, 32, 8, 1, 0),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 8, 3, 0),
+            "reverse": (0, 64, 8, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1334,6 +1344,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     K, size = q.shape[3], q.element_size()
     C, table = _config(K, size)
     wide = q.dtype == torch.float32
+    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1344,6 +1355,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "V": V,
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
+        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1352,7 +1364,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
         block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
-        BK, BV = _power(K), min(block_v, _power(V))
+        # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
+        least = 16 if wide else 64
+        BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
         if key in _WALK_K:
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
@@ -1383,6 +1397,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -1391,11 +1406,11 @@ def _forward_triton(
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     Abk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1500,6 +1515,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1515,12 +1531,12 @@ def _backward_triton(
     with _on(q):
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            W = q.new_empty((B, NT, HV, C, K), dtype=wide)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x32 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1553,7 +1569,7 @@ def _backward_triton(
             )
         if needs & 63:
             x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V))
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
@@ -1581,7 +1597,7 @@ def _backward_triton(
             )
         if needs & 127:
             x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V))
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),

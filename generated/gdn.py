@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program e0d4dc60:
+# Gated DeltaNet, program 1554e762:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -18,13 +18,10 @@
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
 #     QL     scaled queries, decayed from the chunk's start
-#     BL     erase vectors b, decayed from the chunk's start
 #     AT     write vectors a, decayed to the chunk's end
 #     Aqa    decayed products of queries and write vectors, lower triangle
 #     Abk    decayed products of erase vectors and keys, strictly lower
 #     E      (I + N)^-1
-#     W      E BL: what the state before the chunk loses, a token
-#     U      E applied to the values: what is written if the state before the chunk is 0
 #     Vnew   values after the delta rule
 #     Gc     decay over the whole chunk
 #     S      state before the chunk, [K, V]
@@ -50,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn"]
 
-_NAME = "gdn_e0d4dc60"
+_NAME = "gdn_1554e762"
 
 
 def _jit(function: Any) -> Any:
@@ -157,19 +154,21 @@ def _sums_of_numbers(keep, x):
 
 
 @_jit
-def _pairs(g, c, BEFORE: tl.constexpr, STRICT: tl.constexpr, PARTS: tl.constexpr):
-    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment."""
-    later = tl.where(_keep_after(c), 1.0, 0.0)  # [j, m]: m > j
-    rows = tl.trans(later) * g[:, None]  # [m, j]
-    if BEFORE:
-        total = _sums(_keep_before(c), rows, PARTS)
-    else:
-        total = _sums(_keep_to(c), rows, PARTS)
+def _pairs(g, row, BEFORE: tl.constexpr, STRICT: tl.constexpr):
+    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment.
+
+    A scan and not a product: Triton up to 3.7.0 can go wrong on Hopper where what a product made is transposed for another.
+    """
+    inside = _keep_after(row)  # [j, m]: m > j
+    if BEFORE:  # the segment ends a token earlier
+        g = tl.sum(tl.where(row[None, :] == row[:, None] - 1, g[None, :], 0.0), 1)
+        inside = row[None, :] - 1 > row[:, None]
+    total = tl.cumsum(tl.where(inside, g[None, :], 0.0), 1)  # [j, i]
     if STRICT:
-        keep = _keep_before(c)
+        keep = _keep_after(row)
     else:
-        keep = _keep_to(c)
-    return tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0)
+        keep = _keep_from(row)
+    return tl.trans(tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0))
 
 
 @_jit
@@ -295,9 +294,9 @@ def _forward_prepare(
     beta_ptr,
     v_ptr,
     Aqa_out,
-    E_out,
-    U_out,
-    W_out,
+    M1_out,
+    x7_out,
+    x11_out,
     QL_out,
     AT_out,
     Gc_out,
@@ -313,6 +312,7 @@ def _forward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -330,18 +330,18 @@ def _forward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x9 = sum[to](g)
-    x9 = _sums_of_numbers(_keep_to(row), g)
-    # x10 = exp(x9)
-    x10 = tl.exp(x9)
-    # x15 = sum[after](g)
-    x15 = _sums_of_numbers(_keep_after(row), g)
-    # x16 = exp(x15)
-    x16 = tl.exp(x15)
-    # x18 = sum[all](g)
-    x18 = tl.sum(g, 0)
-    # Gc = exp(x18)
-    Gc = tl.exp(x18)
+    # x8 = sum[to](g)
+    x8 = _sums_of_numbers(_keep_to(row), g)
+    # x9 = exp(x8)
+    x9 = tl.exp(x8)
+    # x16 = sum[after](g)
+    x16 = _sums_of_numbers(_keep_after(row), g)
+    # x17 = exp(x16)
+    x17 = tl.exp(x16)
+    # x19 = sum[all](g)
+    x19 = tl.sum(g, 0)
+    # Gc = exp(x19)
+    Gc = tl.exp(x19)
     tl.store(Gc_out + tile, Gc)
     x3 = tl.zeros([C, C, ], tl.float32)
     x5 = tl.zeros([C, C, ], tl.float32)
@@ -356,44 +356,46 @@ def _forward_prepare(
         x3 += _dot(x2, tl.trans(k), DOT, PRECISION)
         # x5 = k @ k^T
         x5 += _dot(k, tl.trans(k), DOT, PRECISION)
-        # QL = x2 * x10
-        QL = x2 * x10[:, None]
+        # QL = x2 * x9
+        QL = x2 * x9[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # AT = k * x16
-        AT = k * x16[:, None]
+        # AT = k * x17
+        AT = k * x17[:, None]
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     # x = pair(g, to, strict=False)
-    x = _pairs(g, row, False, False, GATE_PARTS)
+    x = _pairs(g, row, False, False)
     # Aqa = x * x3
     Aqa = x * x3
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, row, False, True, GATE_PARTS)
+    x4 = _pairs(g, row, False, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse((beta[:, None] * (x4 * x5)), row, C, LEVELS, SOLVE)
+    # M1 = E * beta^T
+    M1 = E * beta[None, :]
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+        _store_rows(M1_out + tile * C * C, M1, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # W = E @ ((beta * k) * x10)
-        W = _dot(E, ((beta[:, None] * k) * x10[:, None]), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x11 = M1 @ (k * x9)
+        x11 = _dot(M1, (k * x9[:, None]), RANGE, PRECISION)
+        _store_rows(x11_out + tile * C * K, x11, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # U = E @ (beta * v)
-        U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        # x7 = M1 @ v
+        x7 = _dot(M1, v, DOT, PRECISION)
+        _store_rows(x7_out + tile * C * V, x7, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
-    W_ptr,
-    U_ptr,
+    x11_ptr,
+    x7_ptr,
     Aqa_ptr,
     QL_ptr,
     AT_ptr,
@@ -413,6 +415,7 @@ def _forward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -442,28 +445,28 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x11 = W @ S
-        x11 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = U + -x11
-        Vnew = U + (-x11)
+        x11 = _load_rows(x11_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x12 = x11 @ S
+        x12 = _dot(x11, S, RANGE, PRECISION)
+        x7 = _load_rows(x7_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x7 + -x12
+        Vnew = x7 + (-x12)
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x13 = Aqa @ Vnew
-        x13 = _dot(Aqa, Vnew, DOT, PRECISION)
+        # x14 = Aqa @ Vnew
+        x14 = _dot(Aqa, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x14 = QL @ S
-        x14 = _dot(QL, S, DOT, PRECISION)
-        # o = x13 + x14
-        o = x13 + x14
+        # x15 = QL @ S
+        x15 = _dot(QL, S, RANGE, PRECISION)
+        # o = x14 + x15
+        o = x14 + x15
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x17 = AT^T @ Vnew
-        x17 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        # x18 = AT^T @ Vnew
+        x18 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x17 + (S * Gc)
-        S_next = x17 + (S * Gc)
+        # S_next = x18 + (S * Gc)
+        S_next = x18 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -475,18 +478,17 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    E_ptr,
-    beta_ptr,
+    M1_ptr,
     v_ptr,
     k_ptr,
     g_ptr,
     Aqa_ptr,
     do_ptr,
     q_ptr,
-    U_out,
-    W_out,
+    x5_out,
+    x7_out,
     AT_out,
-    x19_out,
+    x22_out,
     Gc_out,
     QL_out,
     scale,
@@ -501,6 +503,7 @@ def _backward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -522,26 +525,25 @@ def _backward_prepare(
     x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    # x15 = sum[after](g)
-    x15 = _sums_of_numbers(_keep_after(row), g)
-    # x16 = exp(x15)
-    x16 = tl.exp(x15)
-    # x56 = sum[all](g)
-    x56 = tl.sum(g, 0)
-    # Gc = exp(x56)
-    Gc = tl.exp(x56)
+    # x16 = sum[after](g)
+    x16 = _sums_of_numbers(_keep_after(row), g)
+    # x17 = exp(x16)
+    x17 = tl.exp(x16)
+    # x60 = sum[all](g)
+    x60 = tl.sum(g, 0)
+    # Gc = exp(x60)
+    Gc = tl.exp(x60)
     tl.store(Gc_out + tile, Gc)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    M1 = _load_rows(M1_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # W = E @ ((beta * k) * x2)
-        W = _dot(E, ((beta[:, None] * k) * x2[:, None]), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
-        # AT = k * x16
-        AT = k * x16[:, None]
+        # x7 = M1 @ (k * x2)
+        x7 = _dot(M1, (k * x2[:, None]), RANGE, PRECISION)
+        _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
+        # AT = k * x17
+        AT = k * x17[:, None]
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
@@ -552,19 +554,19 @@ def _backward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # U = E @ (beta * v)
-        U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        # x5 = M1 @ v
+        x5 = _dot(M1, v, DOT, PRECISION)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x19 = Aqa^T @ do
-        x19 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x19_out + tile * C * V, x19, row, col_v, V, C, V, V % BV == 0)
+        # x22 = Aqa^T @ do
+        x22 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x22_out + tile * C * V, x22, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _backward_scan(
-    W_ptr,
-    U_ptr,
+    x7_ptr,
+    x5_ptr,
     AT_ptr,
     Gc_ptr,
     Vnew_out,
@@ -583,6 +585,7 @@ def _backward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -613,19 +616,19 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x7 = W @ S
-        x7 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = U + -x7
-        Vnew = U + (-x7)
+        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x8 = x7 @ S
+        x8 = _dot(x7, S, RANGE, PRECISION)
+        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x5 + -x8
+        Vnew = x5 + (-x8)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x67 = AT^T @ Vnew
-        x67 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        # x71 = AT^T @ Vnew
+        x71 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x67 + (S * Gc)
-        S_next = x67 + (S * Gc)
+        # S_next = x71 + (S * Gc)
+        S_next = x71 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -634,11 +637,11 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x19_ptr,
+    x22_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
-    W_ptr,
+    x7_ptr,
     dVnew_out,
     initial_ptr,
     final_out,
@@ -655,6 +658,7 @@ def _backward_reverse(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -686,22 +690,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x18 = AT @ dS
-        x18 = _dot(AT, dS, DOT, PRECISION)
-        x19 = _load_rows(x19_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x18 + x19
-        dVnew = x18 + x19
+        # x21 = AT @ dS
+        x21 = _dot(AT, dS, RANGE, PRECISION)
+        x22 = _load_rows(x22_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x21 + x22
+        dVnew = x21 + x22
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x70 = QL^T @ do
-        x70 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x72 = W^T @ dVnew
-        x72 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        # x74 = QL^T @ do
+        x74 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x76 = x7^T @ dVnew
+        x76 = _dot(tl.trans(x7), dVnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x70) + -x72
-        dS_prev = ((dS * Gc) + x70) + (-x72)
+        # dS_prev = ((dS * Gc) + x74) + -x76
+        dS_prev = ((dS * Gc) + x74) + (-x76)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -713,19 +717,19 @@ def _backward_finish(
     S_ptr,
     Vnew_ptr,
     dS_ptr,
-    E_ptr,
-    dVnew_ptr,
+    k_ptr,
     g_ptr,
     beta_ptr,
+    dVnew_ptr,
     v_ptr,
     dQL_out,
     dAqa_out,
     dAT_out,
-    x21_out,
-    x25_out,
+    x24_out,
+    x28_out,
     dv_out,
-    x55_out,
-    x64_out,
+    x59_out,
+    x68_out,
     scale,
     T,
     NT,
@@ -738,6 +742,7 @@ def _backward_finish(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -756,60 +761,64 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x19 = k @ k^T
+    x19 = _dot(k, tl.trans(k), DOT, PRECISION)
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs(g, row, False, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # E = inverse((beta * (x4 * x19)))
+    E = _inverse((beta[:, None] * (x4 * x19)), row, C, LEVELS, SOLVE)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x21 = tl.zeros([C, BK, ], tl.float32)
-    x24 = tl.zeros([C, C, ], tl.float32)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x55 = tl.zeros([BK, ], tl.float32)
-    x64 = tl.zeros([C, ], tl.float32)
+    x24 = tl.zeros([C, BK, ], tl.float32)
+    x27 = tl.zeros([C, C, ], tl.float32)
+    x59 = tl.zeros([BK, ], tl.float32)
+    x68 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
+        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ Vnew^T
         dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = Vnew @ dS^T
-        dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
+        dAT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x20 = E^T @ dVnew
-        x20 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x21 = x20 @ S^T
-        x21 += _dot(x20, tl.trans(S), DOT, PRECISION)
-        # x24 = x20 @ Vnew^T
-        x24 += _dot(x20, tl.trans(Vnew), DOT, PRECISION)
-        # dv = x20 * beta
-        dv = x20 * beta[:, None]
+        # x23 = E^T @ dVnew
+        x23 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x24 = x23 @ S^T
+        x24 += _dot(x23, tl.trans(S), RANGE, PRECISION)
+        # x27 = x23 @ Vnew^T
+        x27 += _dot(x23, tl.trans(Vnew), DOT, PRECISION)
+        # dv = x23 * beta
+        dv = x23 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x54 = dS * S
-        x54 = dS * S
-        # x55 = sum_V(x54)
-        x55 += tl.sum(x54, 1)
+        # x58 = dS * S
+        x58 = dS * S
+        # x59 = sum_V(x58)
+        x59 += tl.sum(x58, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x63 = x20 * v
-        x63 = x20 * v
-        # x64 = sum_V(x63)
-        x64 += tl.sum(x63, 1)
+        # x67 = x23 * v
+        x67 = x23 * v
+        # x68 = sum_V(x67)
+        x68 += tl.sum(x67, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
     _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x21_out + tile * C * K, x21, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x55_out + tile * K + col_k, x55, mask=col_k < K)
-    tl.store(x64_out + tile * C + row, x64, mask=row < C)
-    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, row, False, True, GATE_PARTS)
-    # x25 = x4 * x24
-    x25 = x4 * x24
-    _store_rows(x25_out + tile * C * C, x25, row, row, C, C, C, True)
+    _store_rows(x24_out + tile * C * K, x24, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x59_out + tile * K + col_k, x59, mask=col_k < K)
+    tl.store(x68_out + tile * C + row, x68, mask=row < C)
+    # x28 = x4 * x27
+    x28 = x4 * x27
+    _store_rows(x28_out + tile * C * C, x28, row, row, C, C, C, True)
 
 
 @_jit
@@ -819,13 +828,13 @@ def _backward_finish_1(
     dAqa_ptr,
     k_ptr,
     dAT_ptr,
-    x21_ptr,
-    x25_ptr,
+    x24_ptr,
+    x28_ptr,
     beta_ptr,
     q_ptr,
-    x55_ptr,
+    x59_ptr,
     Gc_ptr,
-    x64_ptr,
+    x68_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -842,6 +851,7 @@ def _backward_finish_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -864,78 +874,78 @@ def _backward_finish_1(
     # x2 = exp(x)
     x2 = tl.exp(x)
     # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, row, False, True, GATE_PARTS)
+    x4 = _pairs(g, row, False, True)
     dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x9 = x4 * dAqa
-    x9 = x4 * dAqa
-    # x11 = diagonal(dAqa)
-    x11 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
-    # x15 = sum[after](g)
-    x15 = _sums_of_numbers(_keep_after(row), g)
-    # x16 = exp(x15)
-    x16 = tl.exp(x15)
-    x25 = _load_rows(x25_ptr + tile * C * C, row, row, C, C, C, True)
+    # x10 = x4 * dAqa
+    x10 = x4 * dAqa
+    # x12 = diagonal(dAqa)
+    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    # x16 = sum[after](g)
+    x16 = _sums_of_numbers(_keep_after(row), g)
+    # x17 = exp(x16)
+    x17 = tl.exp(x16)
+    x28 = _load_rows(x28_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x42 = tl.zeros([C, ], tl.float32)
-    x50 = tl.zeros([C, ], tl.float32)
+    x46 = tl.zeros([C, ], tl.float32)
+    x54 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
-    x60 = tl.zeros([C, ], tl.float32)
-    x66 = tl.zeros([C, ], tl.float32)
+    x64 = tl.zeros([C, ], tl.float32)
+    x70 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x10 = x9 @ k
-        x10 = _dot(x9, k, DOT, PRECISION)
+        # x11 = x10 @ k
+        x11 = _dot(x10, k, DOT, PRECISION)
         dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((dQL * x2) + (x10 + (x11 * k))) * scale
-        dq = ((dQL * x2[:, None]) + (x10 + (x11[:, None] * k))) * scale
+        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
+        dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x26 = x25 @ k
-        x26 = _dot(x25, k, DOT, PRECISION)
-        x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x28 = -(x21 * x2) + -x26
-        x28 = (-(x21 * x2[:, None])) + (-x26)
+        # x29 = x28 @ k
+        x29 = _dot(x28, k, DOT, PRECISION)
+        x24 = _load_rows(x24_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x31 = -(x24 * x2) + -x29
+        x31 = (-(x24 * x2[:, None])) + (-x29)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x31 = scale * q
-        x31 = scale * q
-        # x34 = x9^T @ x31
-        x34 = _dot(tl.trans(x9), x31, DOT, PRECISION)
-        # x6 = beta * k
-        x6 = beta[:, None] * k
-        # x35 = x25^T @ x6
-        x35 = _dot(tl.trans(x25), x6, DOT, PRECISION)
-        # x37 = x34 + -x35
-        x37 = x34 + (-x35)
+        # x34 = scale * q
+        x34 = scale * q
+        # x37 = x10^T @ x34
+        x37 = _dot(tl.trans(x10), x34, DOT, PRECISION)
+        # x38 = beta * k
+        x38 = beta[:, None] * k
+        # x39 = x28^T @ x38
+        x39 = _dot(tl.trans(x28), x38, DOT, PRECISION)
+        # x41 = x37 + -x39
+        x41 = x37 + (-x39)
         dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = (((dAT * x16) + (x28 * beta)) + (x11 * x31)) + x37
-        dk = (((dAT * x16[:, None]) + (x28 * beta[:, None])) + (x11[:, None] * x31)) + x37
+        # dk = (((dAT * x17) + (x31 * beta)) + (x12 * x34)) + x41
+        dk = (((dAT * x17[:, None]) + (x31 * beta[:, None])) + (x12[:, None] * x34)) + x41
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x42 = sum_K(((dQL * x31) + -(x21 * x6)))
-        x42 += tl.sum(((dQL * x31) + (-(x21 * x6))), 1)
-        # x50 = sum_K((((x6 * x26) + (k * x37)) + -(x31 * x10)))
-        x50 += tl.sum((((x6 * x26) + (k * x37)) + (-(x31 * x10))), 1)
-        x55 = tl.load(x55_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x55)
-        dGc += tl.sum(x55, 0)
-        # x60 = sum_K((dAT * k))
-        x60 += tl.sum((dAT * k), 1)
-        # x66 = sum_K((x28 * k))
-        x66 += tl.sum((x28 * k), 1)
-    # x53 = sum[from](((x42 * x2) + -x50))
-    x53 = _sums_of_numbers(_keep_from(row), ((x42 * x2) + (-x50)))
-    # x62 = sum[before]((x60 * x16))
-    x62 = _sums_of_numbers(_keep_before(row), (x60 * x16))
+        # x46 = sum_K(((dQL * x34) + -(x24 * x38)))
+        x46 += tl.sum(((dQL * x34) + (-(x24 * x38))), 1)
+        # x54 = sum_K((((x38 * x29) + (k * x41)) + -(x34 * x11)))
+        x54 += tl.sum((((x38 * x29) + (k * x41)) + (-(x34 * x11))), 1)
+        x59 = tl.load(x59_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x59)
+        dGc += tl.sum(x59, 0)
+        # x64 = sum_K((dAT * k))
+        x64 += tl.sum((dAT * k), 1)
+        # x70 = sum_K((x31 * k))
+        x70 += tl.sum((x31 * k), 1)
+    # x57 = sum[from](((x46 * x2) + -x54))
+    x57 = _sums_of_numbers(_keep_from(row), ((x46 * x2) + (-x54)))
+    # x66 = sum[before]((x64 * x17))
+    x66 = _sums_of_numbers(_keep_before(row), (x64 * x17))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x53 + (dGc * Gc)) + x62
-    dg = (x53 + (dGc * Gc)) + x62
+    # dg = (x57 + (dGc * Gc)) + x66
+    dg = (x57 + (dGc * Gc)) + x66
     if NEED & 8:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    x64 = tl.load(x64_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x64 + x66
-    dbeta = x64 + x66
+    x68 = tl.load(x68_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x68 + x70
+    dbeta = x68 + x70
     if NEED & 16:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -964,12 +974,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1, 0),
-            "prepare_1": (64, 32, 4, 1, 0),
-            "scan": (0, 32, 4, 3, 0),
-            "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
-            "finish_1": (64, 32, 8, 1, 0),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 8, 3, 0),
+            "reverse": (0, 64, 8, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1033,6 +1043,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     K, size = q.shape[3], q.element_size()
     C, table = _config(K, size)
     wide = q.dtype == torch.float32
+    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1043,6 +1054,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "V": V,
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
+        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1051,7 +1063,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
         block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
-        BK, BV = _power(K), min(block_v, _power(V))
+        # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
+        least = 16 if wide else 64
+        BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
         if key in _WALK_K:
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
@@ -1081,16 +1095,17 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x7 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    x11 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
     with _on(q):
@@ -1103,9 +1118,9 @@ def _forward_triton(
             beta,
             v,
             Aqa,
-            E,
-            U,
-            W,
+            M1,
+            x7,
+            x11,
             QL,
             AT,
             Gc,
@@ -1122,8 +1137,8 @@ def _forward_triton(
         _launch(
             _forward_scan,
             B * HV * -(-V // own["forward.scan"]["BV"]),
-            W,
-            U,
+            x11,
+            x7,
             Aqa,
             QL,
             AT,
@@ -1143,7 +1158,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqa if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1156,7 +1171,7 @@ def _backward_triton(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqa: Tensor,
-    E: Tensor,
+    M1: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1166,6 +1181,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1179,27 +1195,26 @@ def _backward_triton(
     dbeta = _gradient(beta, HV, needs & 16 > 0)
     with _on(q):
         if needs & 63:
-            U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x19 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x22 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                E,
-                beta,
+                M1,
                 v,
                 k,
                 g,
                 Aqa,
                 do,
                 q,
-                U,
-                W,
+                x5,
+                x7,
                 AT,
-                x19,
+                x22,
                 Gc,
                 QL,
                 scale,
@@ -1214,12 +1229,12 @@ def _backward_triton(
             )
         if needs & 31:
             Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V))
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
-                W,
-                U,
+                x7,
+                x5,
                 AT,
                 Gc,
                 Vnew,
@@ -1240,16 +1255,16 @@ def _backward_triton(
             )
         if needs & 63:
             dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V))
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x19,
+                x22,
                 Gc,
                 QL,
                 do,
-                W,
+                x7,
                 dVnew,
                 last,
                 dh0,
@@ -1270,10 +1285,10 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x21 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x25 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x55 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x64 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x28 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x59 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x68 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1281,19 +1296,19 @@ def _backward_triton(
                 kept_S,
                 Vnew,
                 kept_dS,
-                E,
-                dVnew,
+                k,
                 g,
                 beta,
+                dVnew,
                 v,
                 dQL,
                 dAqa,
                 dAT,
-                x21,
-                x25,
+                x24,
+                x28,
                 dv,
-                x55,
-                x64,
+                x59,
+                x68,
                 scale,
                 T,
                 NT,
@@ -1313,13 +1328,13 @@ def _backward_triton(
                 dAqa,
                 k,
                 dAT,
-                x21,
-                x25,
+                x24,
+                x28,
                 beta,
                 q,
-                x55,
+                x59,
                 Gc,
-                x64,
+                x68,
                 dq,
                 dk,
                 dg,
@@ -1488,26 +1503,26 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g, beta,))
-    # x9 = sum[to](g)
-    x9 = _run(g[..., None], 'to')[..., 0]
-    # x10 = exp(x9)
-    x10 = torch.exp(x9)
-    # x15 = sum[after](g)
-    x15 = _run(g[..., None], 'after')[..., 0]
-    # x18 = sum[all](g)
-    x18 = g.sum(-1)
-    # Gc = exp(x18)
-    Gc = torch.exp(x18)
+    # x8 = sum[to](g)
+    x8 = _run(g[..., None], 'to')[..., 0]
+    # x9 = exp(x8)
+    x9 = torch.exp(x8)
+    # x16 = sum[after](g)
+    x16 = _run(g[..., None], 'after')[..., 0]
+    # x19 = sum[all](g)
+    x19 = g.sum(-1)
+    # Gc = exp(x19)
+    Gc = torch.exp(x19)
     # x2 = scale * q
     x2 = scale * q
     # x3 = x2 @ k^T
     x3 = x2 @ k.mT
     # x5 = k @ k^T
     x5 = k @ k.mT
-    # QL = x2 * x10
-    QL = x2 * x10[..., :, None]
-    # AT = k * exp(x15)
-    AT = k * torch.exp(x15)[..., :, None]
+    # QL = x2 * x9
+    QL = x2 * x9[..., :, None]
+    # AT = k * exp(x16)
+    AT = k * torch.exp(x16)[..., :, None]
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
     # Aqa = x * x3
@@ -1516,39 +1531,41 @@ def _forward_torch(
     x4 = _pairs_of(g, False, True)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse_of((beta[..., :, None] * (x4 * x5)))
-    # W = E @ ((beta * k) * x10)
-    W = E @ ((beta[..., :, None] * k) * x10[..., :, None])
-    # U = E @ (beta * v)
-    U = E @ (beta[..., :, None] * v)
+    # M1 = E * beta^T
+    M1 = E * beta[..., None, :]
+    # x11 = M1 @ (k * x9)
+    x11 = M1 @ (k * x9[..., :, None])
+    # x7 = M1 @ v
+    x7 = M1 @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
-        W_here = W[:, chunk]
-        U_here = U[:, chunk]
+        x11_here = x11[:, chunk]
+        x7_here = x7[:, chunk]
         Aqa_here = Aqa[:, chunk]
         QL_here = QL[:, chunk]
         AT_here = AT[:, chunk]
         Gc_here = Gc[:, chunk]
-        # x11 = W @ S
-        x11 = W_here @ S
-        # Vnew = U + -x11
-        Vnew = U_here + (-x11)
-        # x13 = Aqa @ Vnew
-        x13 = Aqa_here @ Vnew
-        # x14 = QL @ S
-        x14 = QL_here @ S
-        # o = x13 + x14
-        o = x13 + x14
-        # x17 = AT^T @ Vnew
-        x17 = AT_here.mT @ Vnew
-        # S_next = x17 + (S * Gc)
-        S_next = x17 + (S * Gc_here[..., None, None])
+        # x12 = x11 @ S
+        x12 = x11_here @ S
+        # Vnew = x7 + -x12
+        Vnew = x7_here + (-x12)
+        # x14 = Aqa @ Vnew
+        x14 = Aqa_here @ Vnew
+        # x15 = QL @ S
+        x15 = QL_here @ S
+        # o = x14 + x15
+        o = x14 + x15
+        # x18 = AT^T @ Vnew
+        x18 = AT_here.mT @ Vnew
+        # S_next = x18 + (S * Gc)
+        S_next = x18 + (S * Gc_here[..., None, None])
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1561,7 +1578,7 @@ def _backward_torch(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqa: Tensor,
-    E: Tensor,
+    M1: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1582,49 +1599,47 @@ def _backward_torch(
     x = _run(g[..., None], 'to')[..., 0]
     # x2 = exp(x)
     x2 = torch.exp(x)
-    # x15 = sum[after](g)
-    x15 = _run(g[..., None], 'after')[..., 0]
-    # x16 = exp(x15)
-    x16 = torch.exp(x15)
-    # x56 = sum[all](g)
-    x56 = g.sum(-1)
-    # Gc = exp(x56)
-    Gc = torch.exp(x56)
-    # x6 = beta * k
-    x6 = beta[..., :, None] * k
-    # W = E @ (x6 * x2)
-    W = E @ (x6 * x2[..., :, None])
-    # AT = k * x16
-    AT = k * x16[..., :, None]
+    # x16 = sum[after](g)
+    x16 = _run(g[..., None], 'after')[..., 0]
+    # x17 = exp(x16)
+    x17 = torch.exp(x16)
+    # x60 = sum[all](g)
+    x60 = g.sum(-1)
+    # Gc = exp(x60)
+    Gc = torch.exp(x60)
+    # x7 = M1 @ (k * x2)
+    x7 = M1 @ (k * x2[..., :, None])
+    # AT = k * x17
+    AT = k * x17[..., :, None]
     if needs & 62:
-        # x31 = scale * q
-        x31 = scale * q
-        # QL = x31 * x2
-        QL = x31 * x2[..., :, None]
+        # x34 = scale * q
+        x34 = scale * q
+        # QL = x34 * x2
+        QL = x34 * x2[..., :, None]
     if needs & 27:
-        # U = E @ (beta * v)
-        U = E @ (beta[..., :, None] * v)
+        # x5 = M1 @ v
+        x5 = M1 @ v
     if needs & 62:
-        # x19 = Aqa^T @ do
-        x19 = Aqa.mT @ do
+        # x22 = Aqa^T @ do
+        x22 = Aqa.mT @ do
     if needs & 27:
         S = state
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
-            W_here = W[:, chunk]
-            U_here = U[:, chunk]
+            x7_here = x7[:, chunk]
+            x5_here = x5[:, chunk]
             AT_here = AT[:, chunk]
             Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
-            # x7 = W @ S
-            x7 = W_here @ S
-            # Vnew = U + -x7
-            Vnew = U_here + (-x7)
-            # x67 = AT^T @ Vnew
-            x67 = AT_here.mT @ Vnew
-            # S_next = x67 + (S * Gc)
-            S_next = x67 + (S * Gc_here[..., None, None])
+            # x8 = x7 @ S
+            x8 = x7_here @ S
+            # Vnew = x5 + -x8
+            Vnew = x5_here + (-x8)
+            # x71 = AT^T @ Vnew
+            x71 = AT_here.mT @ Vnew
+            # S_next = x71 + (S * Gc)
+            S_next = x71 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1636,27 +1651,36 @@ def _backward_torch(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x19_here = x19[:, chunk]
+            x22_here = x22[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
-            W_here = W[:, chunk]
+            x7_here = x7[:, chunk]
             kept_dS_all.append(dS)
-            # x18 = AT @ dS
-            x18 = AT_here @ dS
-            # dVnew = x18 + x19
-            dVnew = x18 + x19_here
-            # x70 = QL^T @ do
-            x70 = QL_here.mT @ do_here
-            # x72 = W^T @ dVnew
-            x72 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x70) + -x72
-            dS_prev = ((dS * Gc_here[..., None, None]) + x70) + (-x72)
+            # x21 = AT @ dS
+            x21 = AT_here @ dS
+            # dVnew = x21 + x22
+            dVnew = x21 + x22_here
+            # x74 = QL^T @ do
+            x74 = QL_here.mT @ do_here
+            # x76 = x7^T @ dVnew
+            x76 = x7_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x74) + -x76
+            dS_prev = ((dS * Gc_here[..., None, None]) + x74) + (-x76)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
         dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 30:
+        # x19 = k @ k^T
+        x19 = k @ k.mT
+    if needs & 31:
+        # x4 = pair(g, to, strict=True)
+        x4 = _pairs_of(g, False, True)
+    if needs & 30:
+        # E = inverse((beta * (x4 * x19)))
+        E = _inverse_of((beta[..., :, None] * (x4 * x19)))
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1667,82 +1691,81 @@ def _backward_torch(
         # dAT = Vnew @ dS^T
         dAT = Vnew @ dS.mT
     if needs & 30:
-        # x20 = E^T @ dVnew
-        x20 = E.mT @ dVnew
+        # x23 = E^T @ dVnew
+        x23 = E.mT @ dVnew
     if needs & 26:
-        # x21 = x20 @ S^T
-        x21 = x20 @ S.mT
-        # x24 = x20 @ Vnew^T
-        x24 = x20 @ Vnew.mT
+        # x24 = x23 @ S^T
+        x24 = x23 @ S.mT
+        # x27 = x23 @ Vnew^T
+        x27 = x23 @ Vnew.mT
     if needs & 4:
-        # dv = x20 * beta
-        dv = x20 * beta[..., :, None]
+        # dv = x23 * beta
+        dv = x23 * beta[..., :, None]
     if needs & 8:
-        # x54 = dS * S
-        x54 = dS * S
-        # x55 = sum_V(x54)
-        x55 = x54.sum(-1)
+        # x58 = dS * S
+        x58 = dS * S
+        # x59 = sum_V(x58)
+        x59 = x58.sum(-1)
     if needs & 16:
-        # x63 = x20 * v
-        x63 = x20 * v
-        # x64 = sum_V(x63)
-        x64 = x63.sum(-1)
-    if needs & 27:
-        # x4 = pair(g, to, strict=True)
-        x4 = _pairs_of(g, False, True)
+        # x67 = x23 * v
+        x67 = x23 * v
+        # x68 = sum_V(x67)
+        x68 = x67.sum(-1)
     if needs & 26:
-        # x25 = x4 * x24
-        x25 = x4 * x24
+        # x28 = x4 * x27
+        x28 = x4 * x27
     if needs & 11:
-        # x9 = x4 * dAqa
-        x9 = x4 * dAqa
+        # x10 = x4 * dAqa
+        x10 = x4 * dAqa
     if needs & 3:
-        # x11 = diagonal(dAqa)
-        x11 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x12 = diagonal(dAqa)
+        x12 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
-        # x10 = x9 @ k
-        x10 = x9 @ k
+        # x11 = x10 @ k
+        x11 = x10 @ k
     if needs & 1:
-        # dq = ((dQL * x2) + (x10 + (x11 * k))) * scale
-        dq = ((dQL * x2[..., :, None]) + (x10 + (x11[..., :, None] * k))) * scale
+        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
+        dq = ((dQL * x2[..., :, None]) + (x11 + (x12[..., :, None] * k))) * scale
     if needs & 26:
-        # x26 = x25 @ k
-        x26 = x25 @ k
+        # x29 = x28 @ k
+        x29 = x28 @ k
     if needs & 18:
-        # x28 = -(x21 * x2) + -x26
-        x28 = (-(x21 * x2[..., :, None])) + (-x26)
+        # x31 = -(x24 * x2) + -x29
+        x31 = (-(x24 * x2[..., :, None])) + (-x29)
     if needs & 10:
-        # x34 = x9^T @ x31
-        x34 = x9.mT @ x31
-        # x35 = x25^T @ x6
-        x35 = x25.mT @ x6
-        # x37 = x34 + -x35
-        x37 = x34 + (-x35)
+        # x37 = x10^T @ x34
+        x37 = x10.mT @ x34
+        # x38 = beta * k
+        x38 = beta[..., :, None] * k
+        # x39 = x28^T @ x38
+        x39 = x28.mT @ x38
+        # x41 = x37 + -x39
+        x41 = x37 + (-x39)
     if needs & 2:
-        # dk = (((dAT * x16) + (x28 * beta)) + (x11 * x31)) + x37
-        dk = (((dAT * x16[..., :, None]) + (x28 * beta[..., :, None])) + (x11[..., :, None] * x31)) + x37
+        # dk = (((dAT * x17) + (x31 * beta)) + (x12 * x34)) + x41
+        dk = (((dAT * x17[..., :, None]) + (x31 * beta[..., :, None])) + (x12[..., :, None] * x34)) + x41
     if needs & 8:
-        # x42 = sum_K(((dQL * x31) + -(x21 * x6)))
-        x42 = ((dQL * x31) + (-(x21 * x6))).sum(-1)
-        # x50 = sum_K((((x6 * x26) + (k * x37)) + -(x31 * x10)))
-        x50 = (((x6 * x26) + (k * x37)) + (-(x31 * x10))).sum(-1)
-        # dGc = sum_K(x55)
-        dGc = x55.sum(-1)
-        # x60 = sum_K((dAT * k))
-        x60 = (dAT * k).sum(-1)
+        # x46 = sum_K(((dQL * x34) + -(x24 * x38)))
+        x46 = ((dQL * x34) + (-(x24 * x38))).sum(-1)
+        # x54 = sum_K((((x38 * x29) + (k * x41)) + -(x34 * x11)))
+        x54 = (((x38 * x29) + (k * x41)) + (-(x34 * x11))).sum(-1)
+        # dGc = sum_K(x59)
+        dGc = x59.sum(-1)
+        # x64 = sum_K((dAT * k))
+        x64 = (dAT * k).sum(-1)
     if needs & 16:
-        # x66 = sum_K((x28 * k))
-        x66 = (x28 * k).sum(-1)
+        # x70 = sum_K((x31 * k))
+        x70 = (x31 * k).sum(-1)
     if needs & 8:
-        # x53 = sum[from](((x42 * x2) + -x50))
-        x53 = _run(((x42 * x2) + (-x50))[..., None], 'from')[..., 0]
-        # x62 = sum[before]((x60 * x16))
-        x62 = _run((x60 * x16)[..., None], 'before')[..., 0]
-        # dg = (x53 + (dGc * Gc)) + x62
-        dg = (x53 + (dGc * Gc)[..., None]) + x62
+        # x57 = sum[from](((x46 * x2) + -x54))
+        x57 = _run(((x46 * x2) + (-x54))[..., None], 'from')[..., 0]
+        # x66 = sum[before]((x64 * x17))
+        x66 = _run((x64 * x17)[..., None], 'before')[..., 0]
+        # dg = (x57 + (dGc * Gc)) + x66
+        dg = (x57 + (dGc * Gc)[..., None]) + x66
     if needs & 16:
-        # dbeta = x64 + x66
-        dbeta = x64 + x66
+        # dbeta = x68 + x70
+        dbeta = x68 + x70
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program c016f956:
+# Gated DeltaNet 2: erase and write gates a channel, program 82adb972:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2"]
 
-_NAME = "gdn2_c016f956"
+_NAME = "gdn2_82adb972"
 
 
 def _jit(function: Any) -> Any:
@@ -157,19 +157,21 @@ def _sums_of_numbers(keep, x):
 
 
 @_jit
-def _pairs(g, c, BEFORE: tl.constexpr, STRICT: tl.constexpr, PARTS: tl.constexpr):
-    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment."""
-    later = tl.where(_keep_after(c), 1.0, 0.0)  # [j, m]: m > j
-    rows = tl.trans(later) * g[:, None]  # [m, j]
-    if BEFORE:
-        total = _sums(_keep_before(c), rows, PARTS)
-    else:
-        total = _sums(_keep_to(c), rows, PARTS)
+def _pairs(g, row, BEFORE: tl.constexpr, STRICT: tl.constexpr):
+    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment.
+
+    A scan and not a product: Triton up to 3.7.0 can go wrong on Hopper where what a product made is transposed for another.
+    """
+    inside = _keep_after(row)  # [j, m]: m > j
+    if BEFORE:  # the segment ends a token earlier
+        g = tl.sum(tl.where(row[None, :] == row[:, None] - 1, g[None, :], 0.0), 1)
+        inside = row[None, :] - 1 > row[:, None]
+    total = tl.cumsum(tl.where(inside, g[None, :], 0.0), 1)  # [j, i]
     if STRICT:
-        keep = _keep_before(c)
+        keep = _keep_after(row)
     else:
-        keep = _keep_to(c)
-    return tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0)
+        keep = _keep_from(row)
+    return tl.trans(tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0))
 
 
 @_jit
@@ -311,6 +313,7 @@ def _forward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -394,7 +397,7 @@ def _forward_prepare(
         e = _load_rows(e_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # W = E @ ((e * k) * exp(x4))
-        W = _dot(E, ((e * k) * tl.exp(x4)), DOT, PRECISION)
+        W = _dot(E, ((e * k) * tl.exp(x4)), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -425,6 +428,7 @@ def _forward_prepare_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -516,6 +520,7 @@ def _forward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -547,7 +552,7 @@ def _forward_scan(
         tile = (batch * NT + chunk) * HV + head_v
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x6 = W @ S
-        x6 = _dot(W, S, DOT, PRECISION)
+        x6 = _dot(W, S, RANGE, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x6
         Vnew = U + (-x6)
@@ -556,7 +561,7 @@ def _forward_scan(
         x8 = _dot(Aqa, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x9 = QL @ S
-        x9 = _dot(QL, S, DOT, PRECISION)
+        x9 = _dot(QL, S, RANGE, PRECISION)
         # o = x8 + x9
         o = x8 + x9
         if NEED & 1:
@@ -605,6 +610,7 @@ def _backward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -633,7 +639,7 @@ def _backward_prepare(
         e = _load_rows(e_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # W = E @ ((e * k) * x2)
-        W = _dot(E, ((e * k) * x2), DOT, PRECISION)
+        W = _dot(E, ((e * k) * x2), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
         # x13 = sum[after](g)
         x13 = _sums(_keep_after(row), g, GATE_PARTS)
@@ -686,6 +692,7 @@ def _backward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -718,7 +725,7 @@ def _backward_scan(
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x6 = W @ S
-        x6 = _dot(W, S, DOT, PRECISION)
+        x6 = _dot(W, S, RANGE, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x6
         Vnew = U + (-x6)
@@ -758,6 +765,7 @@ def _backward_reverse(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -790,7 +798,7 @@ def _backward_reverse(
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x16 = AT @ dS
-        x16 = _dot(AT, dS, DOT, PRECISION)
+        x16 = _dot(AT, dS, RANGE, PRECISION)
         x17 = _load_rows(x17_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x16 + x17
         dVnew = x16 + x17
@@ -798,10 +806,10 @@ def _backward_reverse(
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x54 = QL^T @ do
-        x54 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        x54 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x56 = W^T @ dVnew
-        x56 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        x56 = _dot(tl.trans(W), dVnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dS_prev = ((dS * Gc) + x54) + -x56
         dS_prev = ((dS * Gc[:, None]) + x54) + (-x56)
@@ -842,6 +850,7 @@ def _backward_finish(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -873,18 +882,18 @@ def _backward_finish(
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
+        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ Vnew^T
         dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = Vnew @ dS^T
-        dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
+        dAT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x18 = E^T @ dVnew
         x18 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
         # x19 = x18 @ S^T
-        x19 += _dot(x18, tl.trans(S), DOT, PRECISION)
+        x19 += _dot(x18, tl.trans(S), RANGE, PRECISION)
         # x22 = x18 @ Vnew^T
         x22 += _dot(x18, tl.trans(Vnew), DOT, PRECISION)
         w = _load_rows(w_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
@@ -953,6 +962,7 @@ def _backward_finish_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1104,12 +1114,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1, 0),
-            "prepare_1": (64, 32, 4, 1, 0),
-            "scan": (0, 32, 4, 3, 0),
-            "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
-            "finish_1": (64, 32, 8, 1, 0),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 8, 3, 0),
+            "reverse": (0, 64, 8, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1173,6 +1183,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     K, size = q.shape[3], q.element_size()
     C, table = _config(K, size)
     wide = q.dtype == torch.float32
+    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1183,6 +1194,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "V": V,
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
+        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1191,7 +1203,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
         block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
-        BK, BV = _power(K), min(block_v, _power(V))
+        # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
+        least = 16 if wide else 64
+        BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
         if key in _WALK_K:
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
@@ -1222,6 +1236,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (e, w, g, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -1229,11 +1244,11 @@ def _forward_triton(
     initial = none if initial_state is None else initial_state.contiguous()
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1324,6 +1339,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (e, w, g, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1339,11 +1355,11 @@ def _backward_triton(
     with _on(q):
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            W = q.new_empty((B, NT, HV, C, K), dtype=wide)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x17 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1374,7 +1390,7 @@ def _backward_triton(
             )
         if needs & 63:
             Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V))
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
@@ -1400,7 +1416,7 @@ def _backward_triton(
             )
         if needs & 127:
             dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V))
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 4a2e30e5:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program c2fb23d9:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -18,7 +18,6 @@
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
 #     QL     scaled queries, decayed from the chunk's start
-#     BL     erase vectors b, decayed from the chunk's start
 #     KT     keys, decayed to the chunk's end
 #     AT     write vectors a, decayed to the chunk's end
 #     Aqk    decayed products of queries and keys, lower triangle
@@ -26,7 +25,6 @@
 #     Abk    decayed products of erase vectors and keys, strictly lower
 #     N      decayed products of erase and write vectors, strictly lower
 #     E      (I + N)^-1
-#     W      E BL: what the state before the chunk loses, a token
 #     U      E applied to the values: what is written if the state before the chunk is 0
 #     Gc     decay over the whole chunk
 #     S      state before the chunk, [K, V]
@@ -52,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_4a2e30e5"
+_NAME = "gdn2_clipped_c2fb23d9"
 
 
 def _jit(function: Any) -> Any:
@@ -159,19 +157,21 @@ def _sums_of_numbers(keep, x):
 
 
 @_jit
-def _pairs(g, c, BEFORE: tl.constexpr, STRICT: tl.constexpr, PARTS: tl.constexpr):
-    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment."""
-    later = tl.where(_keep_after(c), 1.0, 0.0)  # [j, m]: m > j
-    rows = tl.trans(later) * g[:, None]  # [m, j]
-    if BEFORE:
-        total = _sums(_keep_before(c), rows, PARTS)
-    else:
-        total = _sums(_keep_to(c), rows, PARTS)
+def _pairs(g, row, BEFORE: tl.constexpr, STRICT: tl.constexpr):
+    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment.
+
+    A scan and not a product: Triton up to 3.7.0 can go wrong on Hopper where what a product made is transposed for another.
+    """
+    inside = _keep_after(row)  # [j, m]: m > j
+    if BEFORE:  # the segment ends a token earlier
+        g = tl.sum(tl.where(row[None, :] == row[:, None] - 1, g[None, :], 0.0), 1)
+        inside = row[None, :] - 1 > row[:, None]
+    total = tl.cumsum(tl.where(inside, g[None, :], 0.0), 1)  # [j, i]
     if STRICT:
-        keep = _keep_before(c)
+        keep = _keep_after(row)
     else:
-        keep = _keep_to(c)
-    return tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0)
+        keep = _keep_from(row)
+    return tl.trans(tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0))
 
 
 @_jit
@@ -300,7 +300,8 @@ def _forward_prepare(
     E_out,
     Abk_out,
     U_out,
-    W_out,
+    M4_out,
+    x37_out,
     Gc_out,
     KT_out,
     AT_out,
@@ -316,6 +317,7 @@ def _forward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -445,20 +447,20 @@ def _forward_prepare(
             right_2 = (k * decay_right).to(DOT)
             x33 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
             x34 += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
-        # x40 = sum[all](x26)
-        x40 = tl.sum(x26, 0)
-        # Gc = exp(x40)
-        Gc = tl.exp(x40)
+        # x42 = sum[all](x26)
+        x42 = tl.sum(x26, 0)
+        # Gc = exp(x42)
+        Gc = tl.exp(x42)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x42 = sum[after](x26)
-        x42 = _sums(_keep_after(row), x26, GATE_PARTS)
-        # x43 = exp(x42)
-        x43 = tl.exp(x42)
-        # KT = k * x43
-        KT = k * x43
+        # x44 = sum[after](x26)
+        x44 = _sums(_keep_after(row), x26, GATE_PARTS)
+        # x45 = exp(x44)
+        x45 = tl.exp(x44)
+        # KT = k * x45
+        KT = k * x45
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # AT = j * x43
-        AT = j * x43
+        # AT = j * x45
+        AT = j * x45
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     # E = inverse((eta * x33))
     E = _inverse((eta[:, None] * x33), row, C, LEVELS, SOLVE)
@@ -468,6 +470,10 @@ def _forward_prepare(
     Abk = eta[:, None] * x34
     if SAVE:
         _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
+    # M4 = E * eta^T
+    M4 = E * eta[None, :]
+    if SAVE:
+        _store_rows(M4_out + tile * C * C, M4, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -486,9 +492,9 @@ def _forward_prepare(
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         # x27 = sum[to](min(g, x25))
         x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), GATE_PARTS)
-        # W = E @ (x2 * exp(x27))
-        W = _dot(E, (x2 * tl.exp(x27)), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x37 = M4 @ (k * exp(x27))
+        x37 = _dot(M4, (k * tl.exp(x27)), RANGE, PRECISION)
+        _store_rows(x37_out + tile * C * K, x37, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -527,6 +533,7 @@ def _forward_prepare_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -674,7 +681,7 @@ def _forward_prepare_1(
 def _forward_scan(
     QL_ptr,
     x31_ptr,
-    W_ptr,
+    x37_ptr,
     U_ptr,
     Aqa_ptr,
     Gc_ptr,
@@ -696,6 +703,7 @@ def _forward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -727,31 +735,31 @@ def _forward_scan(
         tile = (batch * NT + chunk) * HV + head_v
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x29 = QL @ S
-        x29 = _dot(QL, S, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x36 = W @ S
-        x36 = _dot(W, S, DOT, PRECISION)
+        x29 = _dot(QL, S, RANGE, PRECISION)
+        x37 = _load_rows(x37_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x38 = x37 @ S
+        x38 = _dot(x37, S, RANGE, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x37 = U + x36
-        x37 = U + x36
+        # x39 = U + x38
+        x39 = U + x38
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x38 = Aqa @ x37
-        x38 = _dot(Aqa, x37, DOT, PRECISION)
+        # x40 = Aqa @ x39
+        x40 = _dot(Aqa, x39, DOT, PRECISION)
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # o = (x29 + x31) + -x38
-        o = (x29 + x31) + (-x38)
+        # o = (x29 + x31) + -x40
+        o = (x29 + x31) + (-x40)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x44 = KT^T @ x30
-        x44 = _dot(tl.trans(KT), x30, DOT, PRECISION)
+        # x46 = KT^T @ x30
+        x46 = _dot(tl.trans(KT), x30, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x46 = AT^T @ x37
-        x46 = _dot(tl.trans(AT), x37, DOT, PRECISION)
+        # x48 = AT^T @ x39
+        x48 = _dot(tl.trans(AT), x39, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x44) + -x46
-        S_next = ((S * Gc[:, None]) + x44) + (-x46)
+        # S_next = ((S * Gc) + x46) + -x48
+        S_next = ((S * Gc[:, None]) + x46) + (-x48)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -767,6 +775,7 @@ def _backward_prepare(
     v_ptr,
     Abk_ptr,
     E_ptr,
+    M4_ptr,
     k_ptr,
     g_ptr,
     j_ptr,
@@ -775,9 +784,9 @@ def _backward_prepare(
     q_ptr,
     x_out,
     U_out,
-    W_out,
+    x31_out,
     AT_out,
-    x55_out,
+    x57_out,
     Gc_out,
     KT_out,
     QL_out,
@@ -793,6 +802,7 @@ def _backward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -839,11 +849,11 @@ def _backward_prepare(
         U = _dot(E, x2, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x54 = Aqa^T @ do
-        x54 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x55 = -x54
-        x55 = -x54
-        _store_rows(x55_out + tile * C * V, x55, row, col_v, V, C, V, V % BV == 0)
+        # x56 = Aqa^T @ do
+        x56 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x57 = -x56
+        x57 = -x56
+        _store_rows(x57_out + tile * C * V, x57, row, col_v, V, C, V, V % BV == 0)
     # x6 = sqrt(x5)
     x6 = tl.sqrt(x5)
     # x9 = sqrt(x8)
@@ -870,6 +880,7 @@ def _backward_prepare(
     x11 = x10 + -2.0
     # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2 * x10) * x19))))))
     x26 = -tl.log((0.5 * (x10 + tl.sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
+    M4 = _load_rows(M4_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -892,23 +903,23 @@ def _backward_prepare(
         x28 = _sums(_keep_to(row), x27, GATE_PARTS)
         # x29 = exp(x28)
         x29 = tl.exp(x28)
-        # W = E @ (x3 * x29)
-        W = _dot(E, (x3 * x29), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
-        # x45 = sum[after](x27)
-        x45 = _sums(_keep_after(row), x27, GATE_PARTS)
-        # x46 = exp(x45)
-        x46 = tl.exp(x45)
-        # AT = j * x46
-        AT = j * x46
+        # x31 = M4 @ (k * x29)
+        x31 = _dot(M4, (k * x29), RANGE, PRECISION)
+        _store_rows(x31_out + tile * C * K, x31, row, col_k, K, C, K, K % BK == 0)
+        # x47 = sum[after](x27)
+        x47 = _sums(_keep_after(row), x27, GATE_PARTS)
+        # x48 = exp(x47)
+        x48 = tl.exp(x47)
+        # AT = j * x48
+        AT = j * x48
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        # x90 = sum[all](x27)
-        x90 = tl.sum(x27, 0)
-        # Gc = exp(x90)
-        Gc = tl.exp(x90)
+        # x92 = sum[all](x27)
+        x92 = tl.sum(x27, 0)
+        # Gc = exp(x92)
+        Gc = tl.exp(x92)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # KT = k * x46
-        KT = k * x46
+        # KT = k * x48
+        KT = k * x48
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x29
@@ -918,13 +929,13 @@ def _backward_prepare(
 
 @_jit
 def _backward_scan(
-    W_ptr,
+    x31_ptr,
     U_ptr,
     Gc_ptr,
     KT_ptr,
     x_ptr,
     AT_ptr,
-    x31_out,
+    x33_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -940,6 +951,7 @@ def _backward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -970,23 +982,23 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x30 = W @ S
-        x30 = _dot(W, S, DOT, PRECISION)
+        x31 = _load_rows(x31_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x32 = x31 @ S
+        x32 = _dot(x31, S, RANGE, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x31 = U + x30
-        x31 = U + x30
-        _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
+        # x33 = U + x32
+        x33 = U + x32
+        _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x161 = KT^T @ x
-        x161 = _dot(tl.trans(KT), x, DOT, PRECISION)
+        # x165 = KT^T @ x
+        x165 = _dot(tl.trans(KT), x, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x163 = AT^T @ x31
-        x163 = _dot(tl.trans(AT), x31, DOT, PRECISION)
+        # x167 = AT^T @ x33
+        x167 = _dot(tl.trans(AT), x33, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x161) + -x163
-        S_next = ((S * Gc[:, None]) + x161) + (-x163)
+        # S_next = ((S * Gc) + x165) + -x167
+        S_next = ((S * Gc[:, None]) + x165) + (-x167)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -995,12 +1007,12 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x55_ptr,
+    x57_ptr,
     Gc_ptr,
-    W_ptr,
+    x31_ptr,
     QL_ptr,
     do_ptr,
-    x56_out,
+    x58_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -1016,6 +1028,7 @@ def _backward_reverse(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1047,22 +1060,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x52 = AT @ dS
-        x52 = _dot(AT, dS, DOT, PRECISION)
-        x55 = _load_rows(x55_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x56 = -x52 + x55
-        x56 = (-x52) + x55
-        _store_rows(x56_out + tile * C * V, x56, row, col_v, V, C, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x166 = W^T @ x56
-        x166 = _dot(tl.trans(W), x56, DOT, PRECISION)
+        # x54 = AT @ dS
+        x54 = _dot(AT, dS, RANGE, PRECISION)
+        x57 = _load_rows(x57_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x58 = -x54 + x57
+        x58 = (-x54) + x57
+        _store_rows(x58_out + tile * C * V, x58, row, col_v, V, C, V, V % BV == 0)
+        x31 = _load_rows(x31_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x170 = x31^T @ x58
+        x170 = _dot(tl.trans(x31), x58, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x168 = QL^T @ do
-        x168 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x172 = QL^T @ do
+        x172 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x166) + x168
-        dS_prev = ((dS * Gc[:, None]) + x166) + x168
+        # dS_prev = ((dS * Gc) + x170) + x172
+        dS_prev = ((dS * Gc[:, None]) + x170) + x172
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -1071,7 +1084,7 @@ def _backward_reverse(
 @_jit
 def _backward_finish(
     do_ptr,
-    x31_ptr,
+    x33_ptr,
     eta_ptr,
     v_ptr,
     S_ptr,
@@ -1080,22 +1093,22 @@ def _backward_finish(
     j_ptr,
     dS_ptr,
     E_ptr,
-    x56_ptr,
+    x58_ptr,
     Gc_ptr,
     KT_ptr,
-    Abk_ptr,
+    M4_ptr,
     Aqk_ptr,
-    x32_out,
+    x34_out,
     dAqk_out,
-    x43_out,
-    x47_out,
+    x45_out,
+    x49_out,
     dAbk_out,
-    x62_out,
-    x66_out,
-    x83_out,
-    x91_out,
+    x64_out,
+    x68_out,
+    x85_out,
+    x93_out,
     dv_out,
-    x157_out,
+    x161_out,
     scale,
     T,
     NT,
@@ -1108,6 +1121,7 @@ def _backward_finish(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1126,77 +1140,7 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
-    # U2 = E @ Abk
-    U2 = _dot(E, Abk, DOT, PRECISION)
-    x32 = tl.zeros([C, C, ], tl.float32)
     eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    dAqk = tl.zeros([C, C, ], tl.float32)
-    dQL = tl.zeros([C, BK, ], tl.float32)
-    dKT = tl.zeros([C, BK, ], tl.float32)
-    dAbk = tl.zeros([C, C, ], tl.float32)
-    x62 = tl.zeros([C, C, ], tl.float32)
-    dBL = tl.zeros([C, BK, ], tl.float32)
-    x82 = tl.zeros([C, BK, ], tl.float32)
-    dGc = tl.zeros([BK, ], tl.float32)
-    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-    x157 = tl.zeros([C, ], tl.float32)
-    for v0 in range(0, V, BV):
-        col_v = v0 + tl.arange(0, BV)
-        in_v = col_v < V
-        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x32 = do @ x31^T
-        x32 += _dot(do, tl.trans(x31), DOT, PRECISION)
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x = eta * v
-        x = eta[:, None] * v
-        # dAqk = do @ x^T
-        dAqk += _dot(do, tl.trans(x), DOT, PRECISION)
-        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
-        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # dKT = x @ dS^T
-        dKT += _dot(x, tl.trans(dS), DOT, PRECISION)
-        x56 = _load_rows(x56_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x57 = E^T @ x56
-        x57 = _dot(tl.trans(E), x56, DOT, PRECISION)
-        # dAbk = x57 @ x^T
-        dAbk += _dot(x57, tl.trans(x), DOT, PRECISION)
-        # x62 = x57 @ x31^T
-        x62 += _dot(x57, tl.trans(x31), DOT, PRECISION)
-        # dBL = x57 @ S^T
-        dBL += _dot(x57, tl.trans(S), DOT, PRECISION)
-        # x82 = x31 @ dS^T
-        x82 += _dot(x31, tl.trans(dS), DOT, PRECISION)
-        # x89 = dS * S
-        x89 = dS * S
-        # dGc = sum_V(x89)
-        dGc += tl.sum(x89, 1)
-        # x151 = KT @ dS
-        x151 = _dot(KT, dS, DOT, PRECISION)
-        # x152 = U2^T @ x56
-        x152 = _dot(tl.trans(U2), x56, DOT, PRECISION)
-        # x154 = Aqk^T @ do
-        x154 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        # x155 = (x151 + x152) + x154
-        x155 = (x151 + x152) + x154
-        # dv = x155 * eta
-        dv = x155 * eta[:, None]
-        if NEED & 8:
-            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x156 = x155 * v
-        x156 = x155 * v
-        # x157 = sum_V(x156)
-        x157 += tl.sum(x156, 1)
-    _store_rows(x32_out + tile * C * C, x32, row, row, C, C, C, True)
-    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
-    _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
-    _store_rows(x62_out + tile * C * C, x62, row, row, C, C, C, True)
-    tl.store(x157_out + tile * C + row, x157, mask=row < C)
     k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
     # x3 = eta * k
     x3 = eta[:, None] * k
@@ -1222,49 +1166,154 @@ def _backward_finish(
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
     # x27 = min(g, x26)
     x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
+    x154 = tl.zeros([C, C, ], tl.float32)
+    # x154 = gram(k, k; x27, to, strict=True)
+    g_16 = _blocks(x27, C, BK)
+    operand_0_16 = _blocks(k, C, BK)
+    x154_16 = _block_zeros(C, 16)
+    lane = tl.arange(0, 16)
+    for level in range(3):
+        decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+        edge_16 = _edge(lane, level)[None, :, :]
+        left_0_16 = (operand_0_16 * decay_16).to(DOT)
+        right_1_16 = (operand_0_16 * decay_16).to(DOT)
+        x154_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+    # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+    decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+    second_16 = (lane >= 8)[None, :, None]
+    decay_left_16 = tl.where(second_16, decay_16, 0.0)
+    decay_right_16 = tl.where(second_16, 0.0, decay_16)
+    left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
+    right_1_16 = (operand_0_16 * decay_right_16).to(DOT)
+    x154_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+    x154 += _from_blocks(x154_16, C)
+    for level in range(4, LEVELS - 1):
+        decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
+        edge = _edge(row, level)
+        left_0 = (k * decay).to(DOT)
+        right_1 = (k * decay).to(DOT)
+        x154 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+    if LEVELS > 4:
+        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x27, GATE_PARTS))
+        second = (row >= C // 2)[:, None]
+        decay_left = tl.where(second, decay, 0.0)
+        decay_right = tl.where(second, 0.0, decay)
+        left_0 = (k * decay_left).to(DOT)
+        right_1 = (k * decay_right).to(DOT)
+        x154 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+    M4 = _load_rows(M4_ptr + tile * C * C, row, row, C, C, C, True)
+    # x155 = M4 @ x154
+    x155 = _dot(M4, x154, DOT, PRECISION)
+    x34 = tl.zeros([C, C, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
+    dQL = tl.zeros([C, BK, ], tl.float32)
+    dKT = tl.zeros([C, BK, ], tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    dAbk = tl.zeros([C, C, ], tl.float32)
+    x64 = tl.zeros([C, C, ], tl.float32)
+    dBL = tl.zeros([C, BK, ], tl.float32)
+    x84 = tl.zeros([C, BK, ], tl.float32)
+    dGc = tl.zeros([BK, ], tl.float32)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
+    x161 = tl.zeros([C, ], tl.float32)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x34 = do @ x33^T
+        x34 += _dot(do, tl.trans(x33), DOT, PRECISION)
+        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        # x = eta * v
+        x = eta[:, None] * v
+        # dAqk = do @ x^T
+        dAqk += _dot(do, tl.trans(x), DOT, PRECISION)
+        S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
+        # dQL = do @ S^T
+        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
+        dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
+        # dKT = x @ dS^T
+        dKT += _dot(x, tl.trans(dS), RANGE, PRECISION)
+        x58 = _load_rows(x58_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x59 = E^T @ x58
+        x59 = _dot(tl.trans(E), x58, DOT, PRECISION)
+        # dAbk = x59 @ x^T
+        dAbk += _dot(x59, tl.trans(x), DOT, PRECISION)
+        # x64 = x59 @ x33^T
+        x64 += _dot(x59, tl.trans(x33), DOT, PRECISION)
+        # dBL = x59 @ S^T
+        dBL += _dot(x59, tl.trans(S), RANGE, PRECISION)
+        # x84 = x33 @ dS^T
+        x84 += _dot(x33, tl.trans(dS), RANGE, PRECISION)
+        # x91 = dS * S
+        x91 = dS * S
+        # dGc = sum_V(x91)
+        dGc += tl.sum(x91, 1)
+        # x153 = KT @ dS
+        x153 = _dot(KT, dS, RANGE, PRECISION)
+        # x156 = x155^T @ x58
+        x156 = _dot(tl.trans(x155), x58, DOT, PRECISION)
+        # x158 = Aqk^T @ do
+        x158 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        # x159 = (x153 + x156) + x158
+        x159 = (x153 + x156) + x158
+        # dv = x159 * eta
+        dv = x159 * eta[:, None]
+        if NEED & 8:
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
+        # x160 = x159 * v
+        x160 = x159 * v
+        # x161 = sum_V(x160)
+        x161 += tl.sum(x160, 1)
+    _store_rows(x34_out + tile * C * C, x34, row, row, C, C, C, True)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
+    _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
+    _store_rows(x64_out + tile * C * C, x64, row, row, C, C, C, True)
+    tl.store(x161_out + tile * C + row, x161, mask=row < C)
     # x28 = sum[to](x27)
     x28 = _sums(_keep_to(row), x27, GATE_PARTS)
     # x29 = exp(x28)
     x29 = tl.exp(x28)
-    # x43 = dQL * x29
-    x43 = dQL * x29
-    _store_rows(x43_out + tile * C * K, x43, row, col_k, K, C, K, K % BK == 0)
-    # x45 = sum[after](x27)
-    x45 = _sums(_keep_after(row), x27, GATE_PARTS)
-    # x46 = exp(x45)
-    x46 = tl.exp(x45)
-    # x47 = dKT * x46
-    x47 = dKT * x46
-    _store_rows(x47_out + tile * C * K, x47, row, col_k, K, C, K, K % BK == 0)
-    # x66 = dBL * x29
-    x66 = dBL * x29
-    _store_rows(x66_out + tile * C * K, x66, row, col_k, K, C, K, K % BK == 0)
-    # x83 = x82 * x46
-    x83 = x82 * x46
-    _store_rows(x83_out + tile * C * K, x83, row, col_k, K, C, K, K % BK == 0)
+    # x45 = dQL * x29
+    x45 = dQL * x29
+    _store_rows(x45_out + tile * C * K, x45, row, col_k, K, C, K, K % BK == 0)
+    # x47 = sum[after](x27)
+    x47 = _sums(_keep_after(row), x27, GATE_PARTS)
+    # x48 = exp(x47)
+    x48 = tl.exp(x47)
+    # x49 = dKT * x48
+    x49 = dKT * x48
+    _store_rows(x49_out + tile * C * K, x49, row, col_k, K, C, K, K % BK == 0)
+    # x68 = dBL * x29
+    x68 = dBL * x29
+    _store_rows(x68_out + tile * C * K, x68, row, col_k, K, C, K, K % BK == 0)
+    # x85 = x84 * x48
+    x85 = x84 * x48
+    _store_rows(x85_out + tile * C * K, x85, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x91 = dGc * Gc
-    x91 = dGc * Gc
-    tl.store(x91_out + tile * K + col_k, x91, mask=col_k < K)
+    # x93 = dGc * Gc
+    x93 = dGc * Gc
+    tl.store(x93_out + tile * K + col_k, x93, mask=col_k < K)
 
 
 @_jit
 def _backward_finish_1(
-    x32_ptr,
+    x34_ptr,
     j_ptr,
     dAqk_ptr,
     k_ptr,
     g_ptr,
     eta_ptr,
-    x43_ptr,
+    x45_ptr,
     q_ptr,
-    x47_ptr,
+    x49_ptr,
     dAbk_ptr,
-    x62_ptr,
-    x66_ptr,
-    x83_ptr,
-    x91_ptr,
-    x157_ptr,
+    x64_ptr,
+    x68_ptr,
+    x85_ptr,
+    x93_ptr,
+    x161_ptr,
     dq_out,
     dk_out,
     dj_out,
@@ -1282,6 +1331,7 @@ def _backward_finish_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1337,37 +1387,37 @@ def _backward_finish_1(
     # x27 = min(g, x26)
     x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
     q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x48 = scale * q
-    x48 = scale * q
+    # x50 = scale * q
+    x50 = scale * q
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
-    x32 = _load_rows(x32_ptr + tile * C * C, row, row, C, C, C, True)
-    x41 = tl.zeros([C, BK, ], tl.float32)
+    x34 = _load_rows(x34_ptr + tile * C * C, row, row, C, C, C, True)
+    x43 = tl.zeros([C, BK, ], tl.float32)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    x59 = tl.zeros([C, BK, ], tl.float32)
-    x62 = _load_rows(x62_ptr + tile * C * C, row, row, C, C, C, True)
-    x65 = tl.zeros([C, BK, ], tl.float32)
-    x74 = tl.zeros([C, BK, ], tl.float32)
-    # x41 = gram_dx(dAqk, k; x27, to, strict=True)
-    # x41 -= gram_dx(x32, j; x27, to, strict=True)
-    # x65 = gram_dx(dAbk, k; x27, to, strict=True)
-    # x65 -= gram_dx(x62, j; x27, to, strict=True)
-    # x59 = gram_dy(dAqk, x48; x27, to, strict=True)
-    # x59 = gram_dy(dAbk, x3; x27, to, strict=True)
-    # x74 = gram_dy(x32, x48; x27, to, strict=True)
-    # x74 = gram_dy(x62, x3; x27, to, strict=True)
+    x61 = tl.zeros([C, BK, ], tl.float32)
+    x64 = _load_rows(x64_ptr + tile * C * C, row, row, C, C, C, True)
+    x67 = tl.zeros([C, BK, ], tl.float32)
+    x76 = tl.zeros([C, BK, ], tl.float32)
+    # x43 = gram_dx(dAqk, k; x27, to, strict=True)
+    # x43 -= gram_dx(x34, j; x27, to, strict=True)
+    # x67 = gram_dx(dAbk, k; x27, to, strict=True)
+    # x67 -= gram_dx(x64, j; x27, to, strict=True)
+    # x61 = gram_dy(dAqk, x50; x27, to, strict=True)
+    # x61 = gram_dy(dAbk, x3; x27, to, strict=True)
+    # x76 = gram_dy(x34, x50; x27, to, strict=True)
+    # x76 = gram_dy(x64, x3; x27, to, strict=True)
     g_16 = _blocks(x27, C, BK)
     operand_0_16 = _blocks(k, C, BK)
     operand_1_16 = _blocks(j, C, BK)
-    operand_2_16 = _blocks(x48, C, BK)
+    operand_2_16 = _blocks(x50, C, BK)
     operand_3_16 = _blocks(x3, C, BK)
     cotangent_0_16 = _diagonal_blocks(dAqk, C)
-    cotangent_1_16 = _diagonal_blocks(x32, C)
+    cotangent_1_16 = _diagonal_blocks(x34, C)
     cotangent_2_16 = _diagonal_blocks(dAbk, C)
-    cotangent_3_16 = _diagonal_blocks(x62, C)
-    x41_16 = _block_zeros(C, BK)
-    x65_16 = _block_zeros(C, BK)
-    x59_16 = _block_zeros(C, BK)
-    x74_16 = _block_zeros(C, BK)
+    cotangent_3_16 = _diagonal_blocks(x64, C)
+    x43_16 = _block_zeros(C, BK)
+    x67_16 = _block_zeros(C, BK)
+    x61_16 = _block_zeros(C, BK)
+    x76_16 = _block_zeros(C, BK)
     lane = tl.arange(0, 16)
     for level in range(3):
         decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
@@ -1380,14 +1430,14 @@ def _backward_finish_1(
         cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
         cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
         cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-        x41_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-        x41_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
-        x65_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, DOT, PRECISION)
-        x65_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, DOT, PRECISION)
-        x59_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x59_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x74_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x74_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x43_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+        x43_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+        x67_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, DOT, PRECISION)
+        x67_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, DOT, PRECISION)
+        x61_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x61_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x76_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x76_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
     # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
     decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
     second_16 = (lane >= 8)[None, :, None]
@@ -1397,37 +1447,37 @@ def _backward_finish_1(
     right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
     left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
     left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
-    x41_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-    x41_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
-    x65_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, DOT, PRECISION)
-    x65_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, DOT, PRECISION)
-    x59_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-    x59_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-    x74_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-    x74_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-    x41 += tl.reshape(x41_16, [C, BK])
-    x65 += tl.reshape(x65_16, [C, BK])
-    x59 += tl.reshape(x59_16, [C, BK])
-    x74 += tl.reshape(x74_16, [C, BK])
+    x43_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+    x43_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+    x67_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, DOT, PRECISION)
+    x67_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, DOT, PRECISION)
+    x61_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+    x61_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+    x76_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+    x76_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+    x43 += tl.reshape(x43_16, [C, BK])
+    x67 += tl.reshape(x67_16, [C, BK])
+    x61 += tl.reshape(x61_16, [C, BK])
+    x76 += tl.reshape(x76_16, [C, BK])
     for level in range(4, LEVELS - 1):
         decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
         edge = _edge(row, level)
         right_0 = (k * decay).to(DOT)
         right_1 = (j * decay).to(DOT)
-        left_2 = (x48 * decay).to(DOT)
+        left_2 = (x50 * decay).to(DOT)
         left_3 = (x3 * decay).to(DOT)
         cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-        cotangent_1_edge = tl.where(edge, x32, 0.0).to(DOT)
+        cotangent_1_edge = tl.where(edge, x34, 0.0).to(DOT)
         cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
-        cotangent_3_edge = tl.where(edge, x62, 0.0).to(DOT)
-        x41 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-        x41 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
-        x65 += decay * _dot(cotangent_2_edge, right_0, DOT, PRECISION)
-        x65 -= decay * _dot(cotangent_3_edge, right_1, DOT, PRECISION)
-        x59 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
-        x59 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
-        x74 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
-        x74 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+        cotangent_3_edge = tl.where(edge, x64, 0.0).to(DOT)
+        x43 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+        x43 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+        x67 += decay * _dot(cotangent_2_edge, right_0, DOT, PRECISION)
+        x67 -= decay * _dot(cotangent_3_edge, right_1, DOT, PRECISION)
+        x61 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
+        x61 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
+        x76 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+        x76 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
     if LEVELS > 4:
         decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x27, GATE_PARTS))
         second = (row >= C // 2)[:, None]
@@ -1435,70 +1485,70 @@ def _backward_finish_1(
         decay_right = tl.where(second, 0.0, decay)
         right_0 = (k * decay_right).to(DOT)
         right_1 = (j * decay_right).to(DOT)
-        left_2 = (x48 * decay_left).to(DOT)
+        left_2 = (x50 * decay_left).to(DOT)
         left_3 = (x3 * decay_left).to(DOT)
-        x41 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
-        x41 -= decay_left * _dot(x32, right_1, DOT, PRECISION)
-        x65 += decay_left * _dot(dAbk, right_0, DOT, PRECISION)
-        x65 -= decay_left * _dot(x62, right_1, DOT, PRECISION)
-        x59 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
-        x59 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
-        x74 += decay_right * _dot(tl.trans(x32), left_2, DOT, PRECISION)
-        x74 += decay_right * _dot(tl.trans(x62), left_3, DOT, PRECISION)
-    # x33 = diagonal(-x32)
-    x33 = tl.sum(tl.where(row[:, None] == row[None, :], (-x32), 0.0), 1)
-    # x35 = diagonal(dAqk)
-    x35 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dq = ((((x33 * j) + (x35 * k)) + x41) + x43) * scale
-    dq = ((((x33[:, None] * j) + (x35[:, None] * k)) + x41) + x43) * scale
+        x43 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
+        x43 -= decay_left * _dot(x34, right_1, DOT, PRECISION)
+        x67 += decay_left * _dot(dAbk, right_0, DOT, PRECISION)
+        x67 -= decay_left * _dot(x64, right_1, DOT, PRECISION)
+        x61 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
+        x61 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
+        x76 += decay_right * _dot(tl.trans(x34), left_2, DOT, PRECISION)
+        x76 += decay_right * _dot(tl.trans(x64), left_3, DOT, PRECISION)
+    # x35 = diagonal(-x34)
+    x35 = tl.sum(tl.where(row[:, None] == row[None, :], (-x34), 0.0), 1)
+    # x37 = diagonal(dAqk)
+    x37 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    x45 = _load_rows(x45_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # dq = ((((x35 * j) + (x37 * k)) + x43) + x45) * scale
+    dq = ((((x35[:, None] * j) + (x37[:, None] * k)) + x43) + x45) * scale
     if NEED & 1:
         _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-    x66 = _load_rows(x66_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x80 = sum[from](((((x3 * (x65 + x66)) + (x48 * (x41 + x43))) + (j * x74)) + -(k * x59)))
-    x80 = _running_from(((((x3 * (x65 + x66)) + (x48 * (x41 + x43))) + (j * x74)) + (-(k * x59))), row, EXACT)
-    x47 = _load_rows(x47_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    x83 = _load_rows(x83_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x87 = sum[before](((x47 * k) + -(x83 * j)))
-    x87 = _running_before(((x47 * k) + (-(x83 * j))), row, EXACT)
-    x91 = tl.load(x91_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x92 = (x80 + x87) + x91
-    x92 = (x80 + x87) + x91[None, :]
-    # x93 = [g <~ x26]
-    x93 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
-    # x97 = sum_K((x92 * (1 + -x93)))
-    x97 = tl.sum((x92 * (1.0 + (-x93))), 1)
-    # x99 = (x97 / x24) * 0.5
-    x99 = (x97 / x24) * 0.5
-    # x102 = -(0.5 * x99) /0 x22
-    x102 = tl.where(x22 == 0, 0.0, (-(0.5 * x99)) / tl.where(x22 == 0, 1.0, x22))
-    # x105 = (x102 * x13) * (x17 + x17)
-    x105 = (x102 * x13)[:, None] * (x17 + x17)
-    # x108 = sum_K(((x105 * x14) /0 x6))
-    x108 = tl.sum(tl.where(x6[:, None] == 0, 0.0, (x105 * x14) / tl.where(x6[:, None] == 0, 1.0, x6[:, None])), 1)
-    # x119 = (-x99 + ((x102 * x19) * 2)) + (x102 * (((x6 * (x9 + x9)) + -2) + -2))
-    x119 = ((-x99) + ((x102 * x19) * 2.0)) + (x102 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
-    # x130 = (((((0.5 * (-x108 + (x119 * x9))) /0 x6) * (eta * (k + k))) + x66) + (x105 /0 x6)) + x65
-    x130 = (((tl.where(x6 == 0, 0.0, (0.5 * ((-x108) + (x119 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + x66) + tl.where(x6[:, None] == 0, 0.0, x105 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x65
-    # dk = ((x47 + (x35 * x48)) + x59) + (x130 * eta)
-    dk = ((x47 + (x35[:, None] * x48)) + x59) + (x130 * eta[:, None])
+    x68 = _load_rows(x68_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x82 = sum[from](((((x3 * (x67 + x68)) + (x50 * (x43 + x45))) + (j * x76)) + -(k * x61)))
+    x82 = _running_from(((((x3 * (x67 + x68)) + (x50 * (x43 + x45))) + (j * x76)) + (-(k * x61))), row, EXACT)
+    x49 = _load_rows(x49_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    x85 = _load_rows(x85_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x89 = sum[before](((x49 * k) + -(x85 * j)))
+    x89 = _running_before(((x49 * k) + (-(x85 * j))), row, EXACT)
+    x93 = tl.load(x93_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # x94 = (x82 + x89) + x93
+    x94 = (x82 + x89) + x93[None, :]
+    # x95 = [g <~ x26]
+    x95 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
+    # x99 = sum_K((x94 * (1 + -x95)))
+    x99 = tl.sum((x94 * (1.0 + (-x95))), 1)
+    # x101 = (x99 / x24) * 0.5
+    x101 = (x99 / x24) * 0.5
+    # x104 = -(0.5 * x101) /0 x22
+    x104 = tl.where(x22 == 0, 0.0, (-(0.5 * x101)) / tl.where(x22 == 0, 1.0, x22))
+    # x107 = (x104 * x13) * (x17 + x17)
+    x107 = (x104 * x13)[:, None] * (x17 + x17)
+    # x110 = sum_K(((x107 * x14) /0 x6))
+    x110 = tl.sum(tl.where(x6[:, None] == 0, 0.0, (x107 * x14) / tl.where(x6[:, None] == 0, 1.0, x6[:, None])), 1)
+    # x121 = (-x101 + ((x104 * x19) * 2)) + (x104 * (((x6 * (x9 + x9)) + -2) + -2))
+    x121 = ((-x101) + ((x104 * x19) * 2.0)) + (x104 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
+    # x132 = (((((0.5 * (-x110 + (x121 * x9))) /0 x6) * (eta * (k + k))) + x68) + (x107 /0 x6)) + x67
+    x132 = (((tl.where(x6 == 0, 0.0, (0.5 * ((-x110) + (x121 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + x68) + tl.where(x6[:, None] == 0, 0.0, x107 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x67
+    # dk = ((x49 + (x37 * x50)) + x61) + (x132 * eta)
+    dk = ((x49 + (x37[:, None] * x50)) + x61) + (x132 * eta[:, None])
     if NEED & 2:
         _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # x135 = sum_K((-(x105 * x15) /0 x9))
-    x135 = tl.sum(tl.where(x9[:, None] == 0, 0.0, (-(x105 * x15)) / tl.where(x9[:, None] == 0, 1.0, x9[:, None])), 1)
-    # dj = ((((((0.5 * (-x135 + (x119 * x6))) /0 x9) * (j + j)) + (x33 * x48)) + (-x105 /0 x9)) + -x83) + -x74
-    dj = ((((tl.where(x9 == 0, 0.0, (0.5 * ((-x135) + (x119 * x6))) / tl.where(x9 == 0, 1.0, x9))[:, None] * (j + j)) + (x33[:, None] * x48)) + tl.where(x9[:, None] == 0, 0.0, (-x105) / tl.where(x9[:, None] == 0, 1.0, x9[:, None]))) + (-x83)) + (-x74)
+    # x137 = sum_K((-(x107 * x15) /0 x9))
+    x137 = tl.sum(tl.where(x9[:, None] == 0, 0.0, (-(x107 * x15)) / tl.where(x9[:, None] == 0, 1.0, x9[:, None])), 1)
+    # dj = ((((((0.5 * (-x137 + (x121 * x6))) /0 x9) * (j + j)) + (x35 * x50)) + (-x107 /0 x9)) + -x85) + -x76
+    dj = ((((tl.where(x9 == 0, 0.0, (0.5 * ((-x137) + (x121 * x6))) / tl.where(x9 == 0, 1.0, x9))[:, None] * (j + j)) + (x35[:, None] * x50)) + tl.where(x9[:, None] == 0, 0.0, (-x107) / tl.where(x9[:, None] == 0, 1.0, x9[:, None]))) + (-x85)) + (-x76)
     if NEED & 4:
         _store_rows(dj_out + ((batch * T + start) * HV + head_v) * K, dj, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # dg = x92 * x93
-    dg = x92 * x93
+    # dg = x94 * x95
+    dg = x94 * x95
     if NEED & 16:
         _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # x159 = sum_K((x130 * k))
-    x159 = tl.sum((x130 * k), 1)
-    x157 = tl.load(x157_ptr + tile * C + row, mask=row < C, other=0.0)
-    # deta = x157 + x159
-    deta = x157 + x159
+    # x163 = sum_K((x132 * k))
+    x163 = tl.sum((x132 * k), 1)
+    x161 = tl.load(x161_ptr + tile * C + row, mask=row < C, other=0.0)
+    # deta = x161 + x163
+    deta = x161 + x163
     if NEED & 32:
         tl.store(deta_out + ((batch * T + start) * HV + head_v) + row * HV, deta, mask=in_c)
 
@@ -1527,12 +1577,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1, 0),
-            "prepare_1": (64, 32, 4, 1, 0),
-            "scan": (0, 32, 4, 3, 0),
-            "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
-            "finish_1": (64, 32, 8, 1, 0),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 8, 3, 0),
+            "reverse": (0, 64, 8, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1596,6 +1646,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     K, size = q.shape[3], q.element_size()
     C, table = _config(K, size)
     wide = q.dtype == torch.float32
+    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1606,6 +1657,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "V": V,
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
+        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1614,7 +1666,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
         block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
-        BK, BV = _power(K), min(block_v, _power(V))
+        # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
+        least = 16 if wide else 64
+        BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
         if key in _WALK_K:
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
@@ -1645,6 +1699,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, eta, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
@@ -1654,11 +1709,12 @@ def _forward_triton(
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     Abk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    M4 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x37 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x31 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1675,7 +1731,8 @@ def _forward_triton(
             E,
             Abk,
             U,
-            W,
+            M4,
+            x37,
             Gc,
             KT,
             AT,
@@ -1717,7 +1774,7 @@ def _forward_triton(
             B * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
             x31,
-            W,
+            x37,
             U,
             Aqa,
             Gc,
@@ -1739,7 +1796,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), Abk if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), Abk if save else q.new_empty((0,)), M4 if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1756,6 +1813,7 @@ def _backward_triton(
     Aqa: Tensor,
     E: Tensor,
     Abk: Tensor,
+    M4: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1765,6 +1823,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, eta, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1781,12 +1840,12 @@ def _backward_triton(
         if needs & 127:
             x = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            x31 = q.new_empty((B, NT, HV, C, K), dtype=wide)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x55 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x57 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1794,6 +1853,7 @@ def _backward_triton(
                 v,
                 Abk,
                 E,
+                M4,
                 k,
                 g,
                 j,
@@ -1802,9 +1862,9 @@ def _backward_triton(
                 q,
                 x,
                 U,
-                W,
+                x31,
                 AT,
-                x55,
+                x57,
                 Gc,
                 KT,
                 QL,
@@ -1819,18 +1879,18 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x31 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V))
+            x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
-                W,
+                x31,
                 U,
                 Gc,
                 KT,
                 x,
                 AT,
-                x31,
+                x33,
                 initial,
                 none,
                 kept_S,
@@ -1847,18 +1907,18 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x56 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V))
+            x58 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x55,
+                x57,
                 Gc,
-                W,
+                x31,
                 QL,
                 do,
-                x56,
+                x58,
                 last,
                 dh0,
                 kept_dS,
@@ -1875,21 +1935,21 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x32 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x34 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x47 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x45 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x62 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x66 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x83 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x91 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x157 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x64 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x68 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x85 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x93 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x161 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
                 do,
-                x31,
+                x33,
                 eta,
                 v,
                 kept_S,
@@ -1898,22 +1958,22 @@ def _backward_triton(
                 j,
                 kept_dS,
                 E,
-                x56,
+                x58,
                 Gc,
                 KT,
-                Abk,
+                M4,
                 Aqk,
-                x32,
+                x34,
                 dAqk,
-                x43,
-                x47,
+                x45,
+                x49,
                 dAbk,
-                x62,
-                x66,
-                x83,
-                x91,
+                x64,
+                x68,
+                x85,
+                x93,
                 dv,
-                x157,
+                x161,
                 scale,
                 T,
                 NT,
@@ -1928,21 +1988,21 @@ def _backward_triton(
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
-                x32,
+                x34,
                 j,
                 dAqk,
                 k,
                 g,
                 eta,
-                x43,
+                x45,
                 q,
-                x47,
+                x49,
                 dAbk,
-                x62,
-                x66,
-                x83,
-                x91,
-                x157,
+                x64,
+                x68,
+                x85,
+                x93,
+                x161,
                 dq,
                 dk,
                 dj,
@@ -2169,28 +2229,30 @@ def _forward_torch(
     x33 = _gram(k, j, x26, False, True)
     # x34 = gram(k, k; x26, to, strict=True)
     x34 = _gram(k, k, x26, False, True)
-    # x40 = sum[all](x26)
-    x40 = x26.sum(-2)
-    # Gc = exp(x40)
-    Gc = torch.exp(x40)
-    # x42 = sum[after](x26)
-    x42 = _run(x26, 'after')
-    # x43 = exp(x42)
-    x43 = torch.exp(x42)
-    # KT = k * x43
-    KT = k * x43
-    # AT = j * x43
-    AT = j * x43
+    # x42 = sum[all](x26)
+    x42 = x26.sum(-2)
+    # Gc = exp(x42)
+    Gc = torch.exp(x42)
+    # x44 = sum[after](x26)
+    x44 = _run(x26, 'after')
+    # x45 = exp(x44)
+    x45 = torch.exp(x44)
+    # KT = k * x45
+    KT = k * x45
+    # AT = j * x45
+    AT = j * x45
     # E = inverse((eta * x33))
     E = _inverse_of((eta[..., :, None] * x33))
     # Abk = eta * x34
     Abk = eta[..., :, None] * x34
+    # M4 = E * eta^T
+    M4 = E * eta[..., None, :]
     # x27 = sum[to](x26)
     x27 = _run(x26, 'to')
     # x28 = exp(x27)
     x28 = torch.exp(x27)
-    # W = E @ (x2 * x28)
-    W = E @ (x2 * x28)
+    # x37 = M4 @ (k * x28)
+    x37 = M4 @ (k * x28)
     # x35 = Abk @ x30
     x35 = Abk @ x30
     # U = E @ x35
@@ -2210,7 +2272,7 @@ def _forward_torch(
     for chunk in range(NT):
         QL_here = QL[:, chunk]
         x31_here = x31[:, chunk]
-        W_here = W[:, chunk]
+        x37_here = x37[:, chunk]
         U_here = U[:, chunk]
         Aqa_here = Aqa[:, chunk]
         Gc_here = Gc[:, chunk]
@@ -2219,26 +2281,26 @@ def _forward_torch(
         AT_here = AT[:, chunk]
         # x29 = QL @ S
         x29 = QL_here @ S
-        # x36 = W @ S
-        x36 = W_here @ S
-        # x37 = U + x36
-        x37 = U_here + x36
-        # x38 = Aqa @ x37
-        x38 = Aqa_here @ x37
-        # o = (x29 + x31) + -x38
-        o = (x29 + x31_here) + (-x38)
-        # x44 = KT^T @ x30
-        x44 = KT_here.mT @ x30_here
-        # x46 = AT^T @ x37
-        x46 = AT_here.mT @ x37
-        # S_next = ((S * Gc) + x44) + -x46
-        S_next = ((S * Gc_here[..., :, None]) + x44) + (-x46)
+        # x38 = x37 @ S
+        x38 = x37_here @ S
+        # x39 = U + x38
+        x39 = U_here + x38
+        # x40 = Aqa @ x39
+        x40 = Aqa_here @ x39
+        # o = (x29 + x31) + -x40
+        o = (x29 + x31_here) + (-x40)
+        # x46 = KT^T @ x30
+        x46 = KT_here.mT @ x30_here
+        # x48 = AT^T @ x39
+        x48 = AT_here.mT @ x39
+        # S_next = ((S * Gc) + x46) + -x48
+        S_next = ((S * Gc_here[..., :, None]) + x46) + (-x48)
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), Abk.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), Abk.contiguous() if save else like.new_empty((0,)), M4.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -2255,6 +2317,7 @@ def _backward_torch(
     Aqa: Tensor,
     E: Tensor,
     Abk: Tensor,
+    M4: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -2289,10 +2352,10 @@ def _backward_torch(
         # U = E @ x2
         U = E @ x2
     if needs & 126:
-        # x54 = Aqa^T @ do
-        x54 = Aqa.mT @ do
-        # x55 = -x54
-        x55 = -x54
+        # x56 = Aqa^T @ do
+        x56 = Aqa.mT @ do
+        # x57 = -x56
+        x57 = -x56
     # x6 = sqrt(x5)
     x6 = torch.sqrt(x5)
     # x9 = sqrt(x8)
@@ -2337,86 +2400,88 @@ def _backward_torch(
     x28 = _run(x27, 'to')
     # x29 = exp(x28)
     x29 = torch.exp(x28)
-    # W = E @ (x3 * x29)
-    W = E @ (x3 * x29)
-    # x45 = sum[after](x27)
-    x45 = _run(x27, 'after')
-    # x46 = exp(x45)
-    x46 = torch.exp(x45)
-    # AT = j * x46
-    AT = j * x46
-    # x90 = sum[all](x27)
-    x90 = x27.sum(-2)
-    # Gc = exp(x90)
-    Gc = torch.exp(x90)
+    # x31 = M4 @ (k * x29)
+    x31 = M4 @ (k * x29)
+    # x47 = sum[after](x27)
+    x47 = _run(x27, 'after')
+    # x48 = exp(x47)
+    x48 = torch.exp(x47)
+    # AT = j * x48
+    AT = j * x48
+    # x92 = sum[all](x27)
+    x92 = x27.sum(-2)
+    # Gc = exp(x92)
+    Gc = torch.exp(x92)
     if needs & 63:
-        # KT = k * x46
-        KT = k * x46
+        # KT = k * x48
+        KT = k * x48
     if needs & 126:
-        # x48 = scale * q
-        x48 = scale * q
-        # QL = x48 * x29
-        QL = x48 * x29
+        # x50 = scale * q
+        x50 = scale * q
+        # QL = x50 * x29
+        QL = x50 * x29
     if needs & 55:
         S = state
-        x31_all: list[Tensor] = []
+        x33_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
-            W_here = W[:, chunk]
+            x31_here = x31[:, chunk]
             U_here = U[:, chunk]
             Gc_here = Gc[:, chunk]
             KT_here = KT[:, chunk]
             x_here = x[:, chunk]
             AT_here = AT[:, chunk]
             kept_S_all.append(S)
-            # x30 = W @ S
-            x30 = W_here @ S
-            # x31 = U + x30
-            x31 = U_here + x30
-            # x161 = KT^T @ x
-            x161 = KT_here.mT @ x_here
-            # x163 = AT^T @ x31
-            x163 = AT_here.mT @ x31
-            # S_next = ((S * Gc) + x161) + -x163
-            S_next = ((S * Gc_here[..., :, None]) + x161) + (-x163)
-            x31_all.append(x31)
+            # x32 = x31 @ S
+            x32 = x31_here @ S
+            # x33 = U + x32
+            x33 = U_here + x32
+            # x165 = KT^T @ x
+            x165 = KT_here.mT @ x_here
+            # x167 = AT^T @ x33
+            x167 = AT_here.mT @ x33
+            # S_next = ((S * Gc) + x165) + -x167
+            S_next = ((S * Gc_here[..., :, None]) + x165) + (-x167)
+            x33_all.append(x33)
             S = S_next
         end_S = S
-        x31 = _stack(x31_all, v, NT, C, dtype)
+        x33 = _stack(x33_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
     if needs & 126:
         dS = dstate
-        x56_all: list[Tensor] = []
+        x58_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x55_here = x55[:, chunk]
+            x57_here = x57[:, chunk]
             Gc_here = Gc[:, chunk]
-            W_here = W[:, chunk]
+            x31_here = x31[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x52 = AT @ dS
-            x52 = AT_here @ dS
-            # x56 = -x52 + x55
-            x56 = (-x52) + x55_here
-            # x166 = W^T @ x56
-            x166 = W_here.mT @ x56
-            # x168 = QL^T @ do
-            x168 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x166) + x168
-            dS_prev = ((dS * Gc_here[..., :, None]) + x166) + x168
-            x56_all.append(x56)
+            # x54 = AT @ dS
+            x54 = AT_here @ dS
+            # x58 = -x54 + x57
+            x58 = (-x54) + x57_here
+            # x170 = x31^T @ x58
+            x170 = x31_here.mT @ x58
+            # x172 = QL^T @ do
+            x172 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x170) + x172
+            dS_prev = ((dS * Gc_here[..., :, None]) + x170) + x172
+            x58_all.append(x58)
             dS = dS_prev
         end_dS = dS
-        x56 = _stack(x56_all[::-1], v, NT, C, dtype)
+        x58 = _stack(x58_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 40:
-        # U2 = E @ Abk
-        U2 = E @ Abk
+        # x154 = gram(k, k; x27, to, strict=True)
+        x154 = _gram(k, k, x27, False, True)
+        # x155 = M4 @ x154
+        x155 = M4 @ x154
     if needs & 55:
-        # x32 = do @ x31^T
-        x32 = do @ x31.mT
+        # x34 = do @ x33^T
+        x34 = do @ x33.mT
         # dAqk = do @ x^T
         dAqk = do @ x.mT
         # dQL = do @ S^T
@@ -2424,126 +2489,126 @@ def _backward_torch(
     if needs & 54:
         # dKT = x @ dS^T
         dKT = x @ dS.mT
-        # x57 = E^T @ x56
-        x57 = E.mT @ x56
-        # dAbk = x57 @ x^T
-        dAbk = x57 @ x.mT
-        # x62 = x57 @ x31^T
-        x62 = x57 @ x31.mT
-        # dBL = x57 @ S^T
-        dBL = x57 @ S.mT
-        # x82 = x31 @ dS^T
-        x82 = x31 @ dS.mT
-        # x89 = dS * S
-        x89 = dS * S
-        # dGc = sum_V(x89)
-        dGc = x89.sum(-1)
+        # x59 = E^T @ x58
+        x59 = E.mT @ x58
+        # dAbk = x59 @ x^T
+        dAbk = x59 @ x.mT
+        # x64 = x59 @ x33^T
+        x64 = x59 @ x33.mT
+        # dBL = x59 @ S^T
+        dBL = x59 @ S.mT
+        # x84 = x33 @ dS^T
+        x84 = x33 @ dS.mT
+        # x91 = dS * S
+        x91 = dS * S
+        # dGc = sum_V(x91)
+        dGc = x91.sum(-1)
     if needs & 40:
-        # x151 = KT @ dS
-        x151 = KT @ dS
-        # x152 = U2^T @ x56
-        x152 = U2.mT @ x56
-        # x154 = Aqk^T @ do
-        x154 = Aqk.mT @ do
-        # x155 = (x151 + x152) + x154
-        x155 = (x151 + x152) + x154
+        # x153 = KT @ dS
+        x153 = KT @ dS
+        # x156 = x155^T @ x58
+        x156 = x155.mT @ x58
+        # x158 = Aqk^T @ do
+        x158 = Aqk.mT @ do
+        # x159 = (x153 + x156) + x158
+        x159 = (x153 + x156) + x158
     if needs & 8:
-        # dv = x155 * eta
-        dv = x155 * eta[..., :, None]
+        # dv = x159 * eta
+        dv = x159 * eta[..., :, None]
     if needs & 32:
-        # x156 = x155 * v
-        x156 = x155 * v
-        # x157 = sum_V(x156)
-        x157 = x156.sum(-1)
+        # x160 = x159 * v
+        x160 = x159 * v
+        # x161 = sum_V(x160)
+        x161 = x160.sum(-1)
     if needs & 55:
-        # x43 = dQL * x29
-        x43 = dQL * x29
+        # x45 = dQL * x29
+        x45 = dQL * x29
     if needs & 54:
-        # x47 = dKT * x46
-        x47 = dKT * x46
-        # x66 = dBL * x29
-        x66 = dBL * x29
-        # x83 = x82 * x46
-        x83 = x82 * x46
-        # x91 = dGc * Gc
-        x91 = dGc * Gc
+        # x49 = dKT * x48
+        x49 = dKT * x48
+        # x68 = dBL * x29
+        x68 = dBL * x29
+        # x85 = x84 * x48
+        x85 = x84 * x48
+        # x93 = dGc * Gc
+        x93 = dGc * Gc
     if needs & 5:
-        # x33 = diagonal(-x32)
-        x33 = (-x32).diagonal(dim1=-2, dim2=-1)
+        # x35 = diagonal(-x34)
+        x35 = (-x34).diagonal(dim1=-2, dim2=-1)
     if needs & 3:
-        # x35 = diagonal(dAqk)
-        x35 = dAqk.diagonal(dim1=-2, dim2=-1)
+        # x37 = diagonal(dAqk)
+        x37 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 55:
-        # x38 = gram_dx(dAqk, k; x27, to, strict=True)
-        x38 = _gram_dx(dAqk, k, x27, False)
-        # x39 = gram_dx(x32, j; x27, to, strict=True)
-        x39 = _gram_dx(x32, j, x27, False)
-        # x41 = x38 + -x39
-        x41 = x38 + (-x39)
+        # x40 = gram_dx(dAqk, k; x27, to, strict=True)
+        x40 = _gram_dx(dAqk, k, x27, False)
+        # x41 = gram_dx(x34, j; x27, to, strict=True)
+        x41 = _gram_dx(x34, j, x27, False)
+        # x43 = x40 + -x41
+        x43 = x40 + (-x41)
     if needs & 1:
-        # dq = ((((x33 * j) + (x35 * k)) + x41) + x43) * scale
-        dq = ((((x33[..., :, None] * j) + (x35[..., :, None] * k)) + x41) + x43) * scale
+        # dq = ((((x35 * j) + (x37 * k)) + x43) + x45) * scale
+        dq = ((((x35[..., :, None] * j) + (x37[..., :, None] * k)) + x43) + x45) * scale
     if needs & 54:
-        # x51 = gram_dy(dAqk, x48; x27, to, strict=True)
-        x51 = _gram_dy(dAqk, x48, x27, False)
-        # x58 = gram_dy(dAbk, x3; x27, to, strict=True)
-        x58 = _gram_dy(dAbk, x3, x27, False)
-        # x59 = x51 + x58
-        x59 = x51 + x58
-        # x61 = gram_dx(dAbk, k; x27, to, strict=True)
-        x61 = _gram_dx(dAbk, k, x27, False)
-        # x63 = gram_dx(x62, j; x27, to, strict=True)
-        x63 = _gram_dx(x62, j, x27, False)
-        # x65 = x61 + -x63
-        x65 = x61 + (-x63)
-        # x72 = gram_dy(x32, x48; x27, to, strict=True)
-        x72 = _gram_dy(x32, x48, x27, False)
-        # x73 = gram_dy(x62, x3; x27, to, strict=True)
-        x73 = _gram_dy(x62, x3, x27, False)
-        # x74 = x72 + x73
-        x74 = x72 + x73
-        # x80 = sum[from](((((x3 * (x65 + x66)) + (x48 * (x41 + x43))) + (j * x74)) + -(k * x59)))
-        x80 = _run(((((x3 * (x65 + x66)) + (x48 * (x41 + x43))) + (j * x74)) + (-(k * x59))), 'from')
-        # x87 = sum[before](((x47 * k) + -(x83 * j)))
-        x87 = _run(((x47 * k) + (-(x83 * j))), 'before')
-        # x92 = (x80 + x87) + x91
-        x92 = (x80 + x87) + x91[..., None, :]
-        # x93 = [g <~ x26]
-        x93 = (x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
+        # x53 = gram_dy(dAqk, x50; x27, to, strict=True)
+        x53 = _gram_dy(dAqk, x50, x27, False)
+        # x60 = gram_dy(dAbk, x3; x27, to, strict=True)
+        x60 = _gram_dy(dAbk, x3, x27, False)
+        # x61 = x53 + x60
+        x61 = x53 + x60
+        # x63 = gram_dx(dAbk, k; x27, to, strict=True)
+        x63 = _gram_dx(dAbk, k, x27, False)
+        # x65 = gram_dx(x64, j; x27, to, strict=True)
+        x65 = _gram_dx(x64, j, x27, False)
+        # x67 = x63 + -x65
+        x67 = x63 + (-x65)
+        # x74 = gram_dy(x34, x50; x27, to, strict=True)
+        x74 = _gram_dy(x34, x50, x27, False)
+        # x75 = gram_dy(x64, x3; x27, to, strict=True)
+        x75 = _gram_dy(x64, x3, x27, False)
+        # x76 = x74 + x75
+        x76 = x74 + x75
+        # x82 = sum[from](((((x3 * (x67 + x68)) + (x50 * (x43 + x45))) + (j * x76)) + -(k * x61)))
+        x82 = _run(((((x3 * (x67 + x68)) + (x50 * (x43 + x45))) + (j * x76)) + (-(k * x61))), 'from')
+        # x89 = sum[before](((x49 * k) + -(x85 * j)))
+        x89 = _run(((x49 * k) + (-(x85 * j))), 'before')
+        # x94 = (x82 + x89) + x93
+        x94 = (x82 + x89) + x93[..., None, :]
+        # x95 = [g <~ x26]
+        x95 = (x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
     if needs & 38:
-        # x97 = sum_K((x92 * (1 + -x93)))
-        x97 = (x92 * (1.0 + (-x93))).sum(-1)
-        # x99 = (x97 / x24) * 0.5
-        x99 = (x97 / x24) * 0.5
-        # x102 = -(0.5 * x99) /0 x22
-        x102 = torch.where(x22 == 0, 0, (-(0.5 * x99)) / torch.where(x22 == 0, 1, x22))
-        # x105 = (x102 * x13) * (x17 + x17)
-        x105 = (x102 * x13)[..., :, None] * (x17 + x17)
+        # x99 = sum_K((x94 * (1 + -x95)))
+        x99 = (x94 * (1.0 + (-x95))).sum(-1)
+        # x101 = (x99 / x24) * 0.5
+        x101 = (x99 / x24) * 0.5
+        # x104 = -(0.5 * x101) /0 x22
+        x104 = torch.where(x22 == 0, 0, (-(0.5 * x101)) / torch.where(x22 == 0, 1, x22))
+        # x107 = (x104 * x13) * (x17 + x17)
+        x107 = (x104 * x13)[..., :, None] * (x17 + x17)
     if needs & 34:
-        # x108 = sum_K(((x105 * x14) /0 x6))
-        x108 = torch.where(x6[..., :, None] == 0, 0, (x105 * x14) / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None])).sum(-1)
+        # x110 = sum_K(((x107 * x14) /0 x6))
+        x110 = torch.where(x6[..., :, None] == 0, 0, (x107 * x14) / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None])).sum(-1)
     if needs & 38:
-        # x119 = (-x99 + ((x102 * x19) * 2)) + (x102 * (((x6 * (x9 + x9)) + -2) + -2))
-        x119 = ((-x99) + ((x102 * x19) * 2.0)) + (x102 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
+        # x121 = (-x101 + ((x104 * x19) * 2)) + (x104 * (((x6 * (x9 + x9)) + -2) + -2))
+        x121 = ((-x101) + ((x104 * x19) * 2.0)) + (x104 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
     if needs & 34:
-        # x130 = (((((0.5 * (-x108 + (x119 * x9))) /0 x6) * (eta * (k + k))) + x66) + (x105 /0 x6)) + x65
-        x130 = (((torch.where(x6 == 0, 0, (0.5 * ((-x108) + (x119 * x9))) / torch.where(x6 == 0, 1, x6))[..., :, None] * (eta[..., :, None] * (k + k))) + x66) + torch.where(x6[..., :, None] == 0, 0, x105 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))) + x65
+        # x132 = (((((0.5 * (-x110 + (x121 * x9))) /0 x6) * (eta * (k + k))) + x68) + (x107 /0 x6)) + x67
+        x132 = (((torch.where(x6 == 0, 0, (0.5 * ((-x110) + (x121 * x9))) / torch.where(x6 == 0, 1, x6))[..., :, None] * (eta[..., :, None] * (k + k))) + x68) + torch.where(x6[..., :, None] == 0, 0, x107 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))) + x67
     if needs & 2:
-        # dk = ((x47 + (x35 * x48)) + x59) + (x130 * eta)
-        dk = ((x47 + (x35[..., :, None] * x48)) + x59) + (x130 * eta[..., :, None])
+        # dk = ((x49 + (x37 * x50)) + x61) + (x132 * eta)
+        dk = ((x49 + (x37[..., :, None] * x50)) + x61) + (x132 * eta[..., :, None])
     if needs & 4:
-        # x135 = sum_K((-(x105 * x15) /0 x9))
-        x135 = torch.where(x9[..., :, None] == 0, 0, (-(x105 * x15)) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None])).sum(-1)
-        # dj = ((((((0.5 * (-x135 + (x119 * x6))) /0 x9) * (j + j)) + (x33 * x48)) + (-x105 /0 x9)) + -x83) + -x74
-        dj = ((((torch.where(x9 == 0, 0, (0.5 * ((-x135) + (x119 * x6))) / torch.where(x9 == 0, 1, x9))[..., :, None] * (j + j)) + (x33[..., :, None] * x48)) + torch.where(x9[..., :, None] == 0, 0, (-x105) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None]))) + (-x83)) + (-x74)
+        # x137 = sum_K((-(x107 * x15) /0 x9))
+        x137 = torch.where(x9[..., :, None] == 0, 0, (-(x107 * x15)) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None])).sum(-1)
+        # dj = ((((((0.5 * (-x137 + (x121 * x6))) /0 x9) * (j + j)) + (x35 * x50)) + (-x107 /0 x9)) + -x85) + -x76
+        dj = ((((torch.where(x9 == 0, 0, (0.5 * ((-x137) + (x121 * x6))) / torch.where(x9 == 0, 1, x9))[..., :, None] * (j + j)) + (x35[..., :, None] * x50)) + torch.where(x9[..., :, None] == 0, 0, (-x107) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None]))) + (-x85)) + (-x76)
     if needs & 16:
-        # dg = x92 * x93
-        dg = x92 * x93
+        # dg = x94 * x95
+        dg = x94 * x95
     if needs & 32:
-        # x159 = sum_K((x130 * k))
-        x159 = (x130 * k).sum(-1)
-        # deta = x157 + x159
-        deta = x157 + x159
+        # x163 = sum_K((x132 * k))
+        x163 = (x132 * k).sum(-1)
+        # deta = x161 + x163
+        deta = x161 + x163
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),
@@ -2567,7 +2632,7 @@ _STREAMS = (
     ("eta", "gate", "HV", ()),
 )
 _TENSORS = "Tensor q, Tensor k, Tensor j, Tensor v, Tensor g, Tensor eta, Tensor? initial_state"
-_SAVED = 4
+_SAVED = 5
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:

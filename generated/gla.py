@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program bd2f0c06:
+# gated linear attention, one decay a channel, program 0f3543a1:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -44,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla"]
 
-_NAME = "gla_bd2f0c06"
+_NAME = "gla_0f3543a1"
 
 
 def _jit(function: Any) -> Any:
@@ -151,19 +151,21 @@ def _sums_of_numbers(keep, x):
 
 
 @_jit
-def _pairs(g, c, BEFORE: tl.constexpr, STRICT: tl.constexpr, PARTS: tl.constexpr):
-    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment."""
-    later = tl.where(_keep_after(c), 1.0, 0.0)  # [j, m]: m > j
-    rows = tl.trans(later) * g[:, None]  # [m, j]
-    if BEFORE:
-        total = _sums(_keep_before(c), rows, PARTS)
-    else:
-        total = _sums(_keep_to(c), rows, PARTS)
+def _pairs(g, row, BEFORE: tl.constexpr, STRICT: tl.constexpr):
+    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment.
+
+    A scan and not a product: Triton up to 3.7.0 can go wrong on Hopper where what a product made is transposed for another.
+    """
+    inside = _keep_after(row)  # [j, m]: m > j
+    if BEFORE:  # the segment ends a token earlier
+        g = tl.sum(tl.where(row[None, :] == row[:, None] - 1, g[None, :], 0.0), 1)
+        inside = row[None, :] - 1 > row[:, None]
+    total = tl.cumsum(tl.where(inside, g[None, :], 0.0), 1)  # [j, i]
     if STRICT:
-        keep = _keep_before(c)
+        keep = _keep_after(row)
     else:
-        keep = _keep_to(c)
-    return tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0)
+        keep = _keep_from(row)
+    return tl.trans(tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0))
 
 
 @_jit
@@ -304,6 +306,7 @@ def _forward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -412,6 +415,7 @@ def _forward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -443,7 +447,7 @@ def _forward_scan(
         tile = (batch * NT + chunk) * HV + head_v
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
-        x4 = _dot(QL, S, DOT, PRECISION)
+        x4 = _dot(QL, S, RANGE, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = x4 + x5
         o = x4 + x5
@@ -485,6 +489,7 @@ def _backward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -544,6 +549,7 @@ def _backward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -606,6 +612,7 @@ def _backward_reverse(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -639,7 +646,7 @@ def _backward_reverse(
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x33 = QL^T @ do
-        x33 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        x33 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dS_prev = (dS * Gc) + x33
         dS_prev = (dS * Gc[:, None]) + x33
@@ -675,6 +682,7 @@ def _backward_finish(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -708,12 +716,12 @@ def _backward_finish(
         dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
+        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = v @ dS^T
-        dAT += _dot(v, tl.trans(dS), DOT, PRECISION)
+        dAT += _dot(v, tl.trans(dS), RANGE, PRECISION)
         # x16 = AT @ dS
-        x16 = _dot(AT, dS, DOT, PRECISION)
+        x16 = _dot(AT, dS, RANGE, PRECISION)
         # x17 = Aqa^T @ do
         x17 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # dv = x16 + x17
@@ -766,6 +774,7 @@ def _backward_finish_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -885,12 +894,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1, 0),
-            "prepare_1": (64, 32, 4, 1, 0),
-            "scan": (0, 32, 4, 3, 0),
-            "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
-            "finish_1": (64, 32, 8, 1, 0),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 8, 3, 0),
+            "reverse": (0, 64, 8, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -954,6 +963,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     K, size = q.shape[3], q.element_size()
     C, table = _config(K, size)
     wide = q.dtype == torch.float32
+    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -964,6 +974,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "V": V,
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
+        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -972,7 +983,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
         block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
-        BK, BV = _power(K), min(block_v, _power(V))
+        # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
+        least = 16 if wide else 64
+        BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
         if key in _WALK_K:
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
@@ -1001,12 +1014,13 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -1078,6 +1092,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1092,7 +1107,7 @@ def _backward_triton(
         if needs & 31:
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1113,7 +1128,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 15:
-            kept_S = q.new_empty((B, NT, HV, K, V))
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
@@ -1136,7 +1151,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 31:
-            kept_dS = q.new_empty((B, NT, HV, K, V))
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program 35b739aa:
+# Kimi Delta Attention, program 1e7e22e7:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -18,13 +18,10 @@
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
 #     QL     scaled queries, decayed from the chunk's start
-#     BL     erase vectors b, decayed from the chunk's start
 #     AT     write vectors a, decayed to the chunk's end
 #     Aqa    decayed products of queries and write vectors, lower triangle
 #     Abk    decayed products of erase vectors and keys, strictly lower
 #     E      (I + N)^-1
-#     W      E BL: what the state before the chunk loses, a token
-#     U      E applied to the values: what is written if the state before the chunk is 0
 #     Vnew   values after the delta rule
 #     Gc     decay over the whole chunk
 #     S      state before the chunk, [K, V]
@@ -50,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda"]
 
-_NAME = "kda_35b739aa"
+_NAME = "kda_1e7e22e7"
 
 
 def _jit(function: Any) -> Any:
@@ -157,19 +154,21 @@ def _sums_of_numbers(keep, x):
 
 
 @_jit
-def _pairs(g, c, BEFORE: tl.constexpr, STRICT: tl.constexpr, PARTS: tl.constexpr):
-    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment."""
-    later = tl.where(_keep_after(c), 1.0, 0.0)  # [j, m]: m > j
-    rows = tl.trans(later) * g[:, None]  # [m, j]
-    if BEFORE:
-        total = _sums(_keep_before(c), rows, PARTS)
-    else:
-        total = _sums(_keep_to(c), rows, PARTS)
+def _pairs(g, row, BEFORE: tl.constexpr, STRICT: tl.constexpr):
+    """exp(sum of g over j+1..i, or ..i-1), for j <= i, or j < i; each sum over its own segment.
+
+    A scan and not a product: Triton up to 3.7.0 can go wrong on Hopper where what a product made is transposed for another.
+    """
+    inside = _keep_after(row)  # [j, m]: m > j
+    if BEFORE:  # the segment ends a token earlier
+        g = tl.sum(tl.where(row[None, :] == row[:, None] - 1, g[None, :], 0.0), 1)
+        inside = row[None, :] - 1 > row[:, None]
+    total = tl.cumsum(tl.where(inside, g[None, :], 0.0), 1)  # [j, i]
     if STRICT:
-        keep = _keep_before(c)
+        keep = _keep_after(row)
     else:
-        keep = _keep_to(c)
-    return tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0)
+        keep = _keep_from(row)
+    return tl.trans(tl.where(keep, tl.exp(tl.where(keep, total, 0.0)), 0.0))
 
 
 @_jit
@@ -293,9 +292,9 @@ def _forward_prepare(
     g_ptr,
     beta_ptr,
     v_ptr,
-    E_out,
-    U_out,
-    W_out,
+    M1_out,
+    x3_out,
+    x7_out,
     AT_out,
     Gc_out,
     scale,
@@ -310,6 +309,7 @@ def _forward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -366,38 +366,40 @@ def _forward_prepare(
             left_0 = (k * decay_left).to(DOT)
             right_1 = (k * decay_right).to(DOT)
             x2 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-        # x11 = sum[after](g)
-        x11 = _sums(_keep_after(row), g, GATE_PARTS)
-        # AT = k * exp(x11)
-        AT = k * tl.exp(x11)
+        # x12 = sum[after](g)
+        x12 = _sums(_keep_after(row), g, GATE_PARTS)
+        # AT = k * exp(x12)
+        AT = k * tl.exp(x12)
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        # x14 = sum[all](g)
-        x14 = tl.sum(g, 0)
-        # Gc = exp(x14)
-        Gc = tl.exp(x14)
+        # x15 = sum[all](g)
+        x15 = tl.sum(g, 0)
+        # Gc = exp(x15)
+        Gc = tl.exp(x15)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * x2))
     E = _inverse((beta[:, None] * x2), row, C, LEVELS, SOLVE)
+    # M1 = E * beta^T
+    M1 = E * beta[None, :]
     if SAVE:
-        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+        _store_rows(M1_out + tile * C * C, M1, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x5 = sum[to](g)
-        x5 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x4 = sum[to](g)
+        x4 = _sums(_keep_to(row), g, GATE_PARTS)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # W = E @ ((beta * k) * exp(x5))
-        W = _dot(E, ((beta[:, None] * k) * tl.exp(x5)), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
+        # x7 = M1 @ (k * exp(x4))
+        x7 = _dot(M1, (k * tl.exp(x4)), RANGE, PRECISION)
+        _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # U = E @ (beta * v)
-        U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        # x3 = M1 @ v
+        x3 = _dot(M1, v, DOT, PRECISION)
+        _store_rows(x3_out + tile * C * V, x3, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -419,6 +421,7 @@ def _forward_prepare_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -479,18 +482,18 @@ def _forward_prepare_1(
             left_0 = (x * decay_left).to(DOT)
             right_1 = (k * decay_right).to(DOT)
             Aqa += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-        # x5 = sum[to](g)
-        x5 = _sums(_keep_to(row), g, GATE_PARTS)
-        # QL = x * exp(x5)
-        QL = x * tl.exp(x5)
+        # x4 = sum[to](g)
+        x4 = _sums(_keep_to(row), g, GATE_PARTS)
+        # QL = x * exp(x4)
+        QL = x * tl.exp(x4)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
 
 
 @_jit
 def _forward_scan(
-    W_ptr,
-    U_ptr,
+    x7_ptr,
+    x3_ptr,
     Aqa_ptr,
     QL_ptr,
     AT_ptr,
@@ -510,6 +513,7 @@ def _forward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -539,28 +543,28 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x7 = W @ S
-        x7 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = U + -x7
-        Vnew = U + (-x7)
+        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x8 = x7 @ S
+        x8 = _dot(x7, S, RANGE, PRECISION)
+        x3 = _load_rows(x3_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x3 + -x8
+        Vnew = x3 + (-x8)
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x9 = Aqa @ Vnew
-        x9 = _dot(Aqa, Vnew, DOT, PRECISION)
+        # x10 = Aqa @ Vnew
+        x10 = _dot(Aqa, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x10 = QL @ S
-        x10 = _dot(QL, S, DOT, PRECISION)
-        # o = x9 + x10
-        o = x9 + x10
+        # x11 = QL @ S
+        x11 = _dot(QL, S, RANGE, PRECISION)
+        # o = x10 + x11
+        o = x10 + x11
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x13 = AT^T @ Vnew
-        x13 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        # x14 = AT^T @ Vnew
+        x14 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = x13 + (S * Gc)
-        S_next = x13 + (S * Gc[:, None])
+        # S_next = x14 + (S * Gc)
+        S_next = x14 + (S * Gc[:, None])
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -572,18 +576,17 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    E_ptr,
-    beta_ptr,
+    M1_ptr,
     v_ptr,
     k_ptr,
     g_ptr,
     Aqa_ptr,
     do_ptr,
     q_ptr,
-    U_out,
-    W_out,
+    x4_out,
+    x6_out,
     AT_out,
-    x17_out,
+    x19_out,
     Gc_out,
     QL_out,
     scale,
@@ -598,6 +601,7 @@ def _backward_prepare(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -614,8 +618,7 @@ def _backward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    M1 = _load_rows(M1_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -625,18 +628,18 @@ def _backward_prepare(
         # x2 = exp(x)
         x2 = tl.exp(x)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # W = E @ ((beta * k) * x2)
-        W = _dot(E, ((beta[:, None] * k) * x2), DOT, PRECISION)
-        _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
-        # x13 = sum[after](g)
-        x13 = _sums(_keep_after(row), g, GATE_PARTS)
-        # AT = k * exp(x13)
-        AT = k * tl.exp(x13)
+        # x6 = M1 @ (k * x2)
+        x6 = _dot(M1, (k * x2), RANGE, PRECISION)
+        _store_rows(x6_out + tile * C * K, x6, row, col_k, K, C, K, K % BK == 0)
+        # x14 = sum[after](g)
+        x14 = _sums(_keep_after(row), g, GATE_PARTS)
+        # AT = k * exp(x14)
+        AT = k * tl.exp(x14)
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        # x46 = sum[all](g)
-        x46 = tl.sum(g, 0)
-        # Gc = exp(x46)
-        Gc = tl.exp(x46)
+        # x49 = sum[all](g)
+        x49 = tl.sum(g, 0)
+        # Gc = exp(x49)
+        Gc = tl.exp(x49)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
@@ -647,19 +650,19 @@ def _backward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # U = E @ (beta * v)
-        U = _dot(E, (beta[:, None] * v), DOT, PRECISION)
-        _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
+        # x4 = M1 @ v
+        x4 = _dot(M1, v, DOT, PRECISION)
+        _store_rows(x4_out + tile * C * V, x4, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x17 = Aqa^T @ do
-        x17 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        _store_rows(x17_out + tile * C * V, x17, row, col_v, V, C, V, V % BV == 0)
+        # x19 = Aqa^T @ do
+        x19 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        _store_rows(x19_out + tile * C * V, x19, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _backward_scan(
-    W_ptr,
-    U_ptr,
+    x6_ptr,
+    x4_ptr,
     AT_ptr,
     Gc_ptr,
     Vnew_out,
@@ -678,6 +681,7 @@ def _backward_scan(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -708,19 +712,19 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x6 = W @ S
-        x6 = _dot(W, S, DOT, PRECISION)
-        U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = U + -x6
-        Vnew = U + (-x6)
+        x6 = _load_rows(x6_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x7 = x6 @ S
+        x7 = _dot(x6, S, RANGE, PRECISION)
+        x4 = _load_rows(x4_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x4 + -x7
+        Vnew = x4 + (-x7)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x55 = AT^T @ Vnew
-        x55 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        # x58 = AT^T @ Vnew
+        x58 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = x55 + (S * Gc)
-        S_next = x55 + (S * Gc[:, None])
+        # S_next = x58 + (S * Gc)
+        S_next = x58 + (S * Gc[:, None])
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -729,11 +733,11 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x17_ptr,
+    x19_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
-    W_ptr,
+    x6_ptr,
     dVnew_out,
     initial_ptr,
     final_out,
@@ -750,6 +754,7 @@ def _backward_reverse(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -781,22 +786,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x16 = AT @ dS
-        x16 = _dot(AT, dS, DOT, PRECISION)
-        x17 = _load_rows(x17_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x16 + x17
-        dVnew = x16 + x17
+        # x18 = AT @ dS
+        x18 = _dot(AT, dS, RANGE, PRECISION)
+        x19 = _load_rows(x19_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x18 + x19
+        dVnew = x18 + x19
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x58 = QL^T @ do
-        x58 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x60 = W^T @ dVnew
-        x60 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        # x61 = QL^T @ do
+        x61 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x6 = _load_rows(x6_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x63 = x6^T @ dVnew
+        x63 = _dot(tl.trans(x6), dVnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x58) + -x60
-        dS_prev = ((dS * Gc[:, None]) + x58) + (-x60)
+        # dS_prev = ((dS * Gc) + x61) + -x63
+        dS_prev = ((dS * Gc[:, None]) + x61) + (-x63)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -809,19 +814,19 @@ def _backward_finish(
     g_ptr,
     Vnew_ptr,
     dS_ptr,
-    E_ptr,
-    dVnew_ptr,
+    k_ptr,
     beta_ptr,
+    dVnew_ptr,
     Gc_ptr,
     v_ptr,
     x3_out,
     dAqa_out,
-    x15_out,
-    x20_out,
+    x16_out,
     x22_out,
+    x24_out,
     dv_out,
-    x47_out,
-    x52_out,
+    x50_out,
+    x55_out,
     scale,
     T,
     NT,
@@ -834,6 +839,7 @@ def _backward_finish(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -852,52 +858,89 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+    x17 = tl.zeros([C, C, ], tl.float32)
+    # x17 = gram(k, k; g, to, strict=True)
+    g_16 = _blocks(g, C, BK)
+    operand_0_16 = _blocks(k, C, BK)
+    x17_16 = _block_zeros(C, 16)
+    lane = tl.arange(0, 16)
+    for level in range(3):
+        decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+        edge_16 = _edge(lane, level)[None, :, :]
+        left_0_16 = (operand_0_16 * decay_16).to(DOT)
+        right_1_16 = (operand_0_16 * decay_16).to(DOT)
+        x17_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+    # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+    decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+    second_16 = (lane >= 8)[None, :, None]
+    decay_left_16 = tl.where(second_16, decay_16, 0.0)
+    decay_right_16 = tl.where(second_16, 0.0, decay_16)
+    left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
+    right_1_16 = (operand_0_16 * decay_right_16).to(DOT)
+    x17_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+    x17 += _from_blocks(x17_16, C)
+    for level in range(4, LEVELS - 1):
+        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
+        edge = _edge(row, level)
+        left_0 = (k * decay).to(DOT)
+        right_1 = (k * decay).to(DOT)
+        x17 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+    if LEVELS > 4:
+        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
+        second = (row >= C // 2)[:, None]
+        decay_left = tl.where(second, decay, 0.0)
+        decay_right = tl.where(second, 0.0, decay)
+        left_0 = (k * decay_left).to(DOT)
+        right_1 = (k * decay_right).to(DOT)
+        x17 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # E = inverse((beta * x17))
+    E = _inverse((beta[:, None] * x17), row, C, LEVELS, SOLVE)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x19 = tl.zeros([C, BK, ], tl.float32)
-    x22 = tl.zeros([C, C, ], tl.float32)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    x21 = tl.zeros([C, BK, ], tl.float32)
+    x24 = tl.zeros([C, C, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
-    x52 = tl.zeros([C, ], tl.float32)
+    x55 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
+        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ Vnew^T
         dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dAT = Vnew @ dS^T
-        dAT += _dot(Vnew, tl.trans(dS), DOT, PRECISION)
+        dAT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x18 = E^T @ dVnew
-        x18 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x19 = x18 @ S^T
-        x19 += _dot(x18, tl.trans(S), DOT, PRECISION)
-        # x22 = x18 @ Vnew^T
-        x22 += _dot(x18, tl.trans(Vnew), DOT, PRECISION)
-        # dv = x18 * beta
-        dv = x18 * beta[:, None]
+        # x20 = E^T @ dVnew
+        x20 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x21 = x20 @ S^T
+        x21 += _dot(x20, tl.trans(S), RANGE, PRECISION)
+        # x24 = x20 @ Vnew^T
+        x24 += _dot(x20, tl.trans(Vnew), DOT, PRECISION)
+        # dv = x20 * beta
+        dv = x20 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x45 = dS * S
-        x45 = dS * S
-        # dGc = sum_V(x45)
-        dGc += tl.sum(x45, 1)
+        # x48 = dS * S
+        x48 = dS * S
+        # dGc = sum_V(x48)
+        dGc += tl.sum(x48, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x51 = x18 * v
-        x51 = x18 * v
-        # x52 = sum_V(x51)
-        x52 += tl.sum(x51, 1)
+        # x54 = x20 * v
+        x54 = x20 * v
+        # x55 = sum_V(x54)
+        x55 += tl.sum(x54, 1)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
-    _store_rows(x22_out + tile * C * C, x22, row, row, C, C, C, True)
-    tl.store(x52_out + tile * C + row, x52, mask=row < C)
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+    _store_rows(x24_out + tile * C * C, x24, row, row, C, C, C, True)
+    tl.store(x55_out + tile * C + row, x55, mask=row < C)
     # x = sum[to](g)
     x = _sums(_keep_to(row), g, GATE_PARTS)
     # x2 = exp(x)
@@ -905,18 +948,18 @@ def _backward_finish(
     # x3 = dQL * x2
     x3 = dQL * x2
     _store_rows(x3_out + tile * C * K, x3, row, col_k, K, C, K, K % BK == 0)
-    # x13 = sum[after](g)
-    x13 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x15 = dAT * exp(x13)
-    x15 = dAT * tl.exp(x13)
-    _store_rows(x15_out + tile * C * K, x15, row, col_k, K, C, K, K % BK == 0)
-    # x20 = x19 * x2
-    x20 = x19 * x2
-    _store_rows(x20_out + tile * C * K, x20, row, col_k, K, C, K, K % BK == 0)
+    # x14 = sum[after](g)
+    x14 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x16 = dAT * exp(x14)
+    x16 = dAT * tl.exp(x14)
+    _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
+    # x22 = x21 * x2
+    x22 = x21 * x2
+    _store_rows(x22_out + tile * C * K, x22, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x47 = dGc * Gc
-    x47 = dGc * Gc
-    tl.store(x47_out + tile * K + col_k, x47, mask=col_k < K)
+    # x50 = dGc * Gc
+    x50 = dGc * Gc
+    tl.store(x50_out + tile * K + col_k, x50, mask=col_k < K)
 
 
 @_jit
@@ -925,13 +968,13 @@ def _backward_finish_1(
     k_ptr,
     g_ptr,
     x3_ptr,
-    x20_ptr,
     x22_ptr,
+    x24_ptr,
     beta_ptr,
-    x15_ptr,
+    x16_ptr,
     q_ptr,
-    x47_ptr,
-    x52_ptr,
+    x50_ptr,
+    x55_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -948,6 +991,7 @@ def _backward_finish_1(
     BV: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -965,37 +1009,37 @@ def _backward_finish_1(
     row = tl.arange(0, C)
     in_c = row < T - start
     dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x9 = diagonal(dAqa)
-    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    # x10 = diagonal(dAqa)
+    x10 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x22 = _load_rows(x22_ptr + tile * C * C, row, row, C, C, C, True)
-    x54 = tl.zeros([C, ], tl.float32)
+    x24 = _load_rows(x24_ptr + tile * C * C, row, row, C, C, C, True)
+    x57 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x28 = scale * q
-        x28 = scale * q
+        # x30 = scale * q
+        x30 = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x5 = beta * k
-        x5 = beta[:, None] * k
+        # x34 = beta * k
+        x34 = beta[:, None] * k
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x8 = tl.zeros([C, BK, ], tl.float32)
-        x23 = tl.zeros([C, BK, ], tl.float32)
-        x34 = tl.zeros([C, BK, ], tl.float32)
-        # x8 = gram_dx(dAqa, k; g, to, strict=True)
-        # x23 = gram_dx(x22, k; g, to, strict=True)
-        # x34 = gram_dy(dAqa, x28; g, to, strict=True)
-        # x34 -= gram_dy(x22, x5; g, to, strict=True)
+        x9 = tl.zeros([C, BK, ], tl.float32)
+        x25 = tl.zeros([C, BK, ], tl.float32)
+        x37 = tl.zeros([C, BK, ], tl.float32)
+        # x9 = gram_dx(dAqa, k; g, to, strict=True)
+        # x25 = gram_dx(x24, k; g, to, strict=True)
+        # x37 = gram_dy(dAqa, x30; g, to, strict=True)
+        # x37 -= gram_dy(x24, x34; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(k, C, BK)
-        operand_1_16 = _blocks(x28, C, BK)
-        operand_2_16 = _blocks(x5, C, BK)
+        operand_1_16 = _blocks(x30, C, BK)
+        operand_2_16 = _blocks(x34, C, BK)
         cotangent_0_16 = _diagonal_blocks(dAqa, C)
-        cotangent_1_16 = _diagonal_blocks(x22, C)
-        x8_16 = _block_zeros(C, BK)
-        x23_16 = _block_zeros(C, BK)
-        x34_16 = _block_zeros(C, BK)
+        cotangent_1_16 = _diagonal_blocks(x24, C)
+        x9_16 = _block_zeros(C, BK)
+        x25_16 = _block_zeros(C, BK)
+        x37_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
@@ -1005,10 +1049,10 @@ def _backward_finish_1(
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
             cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
             cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            x8_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x23_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, DOT, PRECISION)
-            x34_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
-            x34_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x9_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x25_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, DOT, PRECISION)
+            x37_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
+            x37_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1017,64 +1061,64 @@ def _backward_finish_1(
         right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
         left_1_16 = (operand_1_16 * decay_left_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-        x8_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x23_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, DOT, PRECISION)
-        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
-        x34_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x8 += tl.reshape(x8_16, [C, BK])
-        x23 += tl.reshape(x23_16, [C, BK])
-        x34 += tl.reshape(x34_16, [C, BK])
+        x9_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x25_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, DOT, PRECISION)
+        x37_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
+        x37_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x9 += tl.reshape(x9_16, [C, BK])
+        x25 += tl.reshape(x25_16, [C, BK])
+        x37 += tl.reshape(x37_16, [C, BK])
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             right_0 = (k * decay).to(DOT)
-            left_1 = (x28 * decay).to(DOT)
-            left_2 = (x5 * decay).to(DOT)
+            left_1 = (x30 * decay).to(DOT)
+            left_2 = (x34 * decay).to(DOT)
             cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, x22, 0.0).to(DOT)
-            x8 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x23 += decay * _dot(cotangent_1_edge, right_0, DOT, PRECISION)
-            x34 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
-            x34 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            cotangent_1_edge = tl.where(edge, x24, 0.0).to(DOT)
+            x9 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x25 += decay * _dot(cotangent_1_edge, right_0, DOT, PRECISION)
+            x37 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
+            x37 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
             right_0 = (k * decay_right).to(DOT)
-            left_1 = (x28 * decay_left).to(DOT)
-            left_2 = (x5 * decay_left).to(DOT)
-            x8 += decay_left * _dot(dAqa, right_0, DOT, PRECISION)
-            x23 += decay_left * _dot(x22, right_0, DOT, PRECISION)
-            x34 += decay_right * _dot(tl.trans(dAqa), left_1, DOT, PRECISION)
-            x34 -= decay_right * _dot(tl.trans(x22), left_2, DOT, PRECISION)
+            left_1 = (x30 * decay_left).to(DOT)
+            left_2 = (x34 * decay_left).to(DOT)
+            x9 += decay_left * _dot(dAqa, right_0, DOT, PRECISION)
+            x25 += decay_left * _dot(x24, right_0, DOT, PRECISION)
+            x37 += decay_right * _dot(tl.trans(dAqa), left_1, DOT, PRECISION)
+            x37 -= decay_right * _dot(tl.trans(x24), left_2, DOT, PRECISION)
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = (x3 + (x8 + (x9 * k))) * scale
-        dq = (x3 + (x8 + (x9[:, None] * k))) * scale
+        # dq = (x3 + (x9 + (x10 * k))) * scale
+        dq = (x3 + (x9 + (x10[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x25 = -x20 + -x23
-        x25 = (-x20) + (-x23)
-        x15 = _load_rows(x15_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((x15 + (x25 * beta)) + (x9 * x28)) + x34
-        dk = ((x15 + (x25 * beta[:, None])) + (x9[:, None] * x28)) + x34
+        x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x27 = -x22 + -x25
+        x27 = (-x22) + (-x25)
+        x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((x16 + (x27 * beta)) + (x10 * x30)) + x37
+        dk = ((x16 + (x27 * beta[:, None])) + (x10[:, None] * x30)) + x37
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x44 = sum[from](((-(k * x34) + (x28 * (x3 + x8))) + -(x5 * (x20 + x23))))
-        x44 = _running_from((((-(k * x34)) + (x28 * (x3 + x8))) + (-(x5 * (x20 + x23)))), row, EXACT)
-        # x50 = sum[before]((x15 * k))
-        x50 = _running_before((x15 * k), row, EXACT)
-        x47 = tl.load(x47_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = (x44 + x47) + x50
-        dg = (x44 + x47[None, :]) + x50
+        # x47 = sum[from](((-(k * x37) + (x30 * (x3 + x9))) + -(x34 * (x22 + x25))))
+        x47 = _running_from((((-(k * x37)) + (x30 * (x3 + x9))) + (-(x34 * (x22 + x25)))), row, EXACT)
+        # x53 = sum[before]((x16 * k))
+        x53 = _running_before((x16 * k), row, EXACT)
+        x50 = tl.load(x50_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x47 + x50) + x53
+        dg = (x47 + x50[None, :]) + x53
         if NEED & 8:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x54 = sum_K((x25 * k))
-        x54 += tl.sum((x25 * k), 1)
-    x52 = tl.load(x52_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x52 + x54
-    dbeta = x52 + x54
+        # x57 = sum_K((x27 * k))
+        x57 += tl.sum((x27 * k), 1)
+    x55 = tl.load(x55_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x55 + x57
+    dbeta = x55 + x57
     if NEED & 16:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -1103,12 +1147,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         256,
         32,
         {
-            "prepare": (64, 32, 4, 1, 0),
-            "prepare_1": (64, 32, 4, 1, 0),
-            "scan": (0, 32, 4, 3, 0),
-            "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
-            "finish_1": (64, 32, 8, 1, 0),
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 64, 8, 3, 0),
+            "reverse": (0, 64, 8, 3, 0),
+            "finish": (0, 64, 8, 1, 0),
+            "finish_1": (64, 64, 8, 1, 0),
         },
     ),
     (
@@ -1172,6 +1216,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     K, size = q.shape[3], q.element_size()
     C, table = _config(K, size)
     wide = q.dtype == torch.float32
+    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1182,6 +1227,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "V": V,
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
+        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1190,7 +1236,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
         block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
-        BK, BV = _power(K), min(block_v, _power(V))
+        # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
+        least = 16 if wide else 64
+        BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
         if key in _WALK_K:
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
@@ -1220,18 +1268,19 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x3 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1240,9 +1289,9 @@ def _forward_triton(
             g,
             beta,
             v,
-            E,
-            U,
-            W,
+            M1,
+            x3,
+            x7,
             AT,
             Gc,
             scale,
@@ -1276,8 +1325,8 @@ def _forward_triton(
         _launch(
             _forward_scan,
             B * HV * -(-V // own["forward.scan"]["BV"]),
-            W,
-            U,
+            x7,
+            x3,
             Aqa,
             QL,
             AT,
@@ -1297,7 +1346,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqa if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1310,7 +1359,7 @@ def _backward_triton(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqa: Tensor,
-    E: Tensor,
+    M1: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1320,6 +1369,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -1333,27 +1383,26 @@ def _backward_triton(
     dbeta = _gradient(beta, HV, needs & 16 > 0)
     with _on(q):
         if needs & 63:
-            U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            W = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            x4 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x6 = q.new_empty((B, NT, HV, C, K), dtype=wide)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x17 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x19 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                E,
-                beta,
+                M1,
                 v,
                 k,
                 g,
                 Aqa,
                 do,
                 q,
-                U,
-                W,
+                x4,
+                x6,
                 AT,
-                x17,
+                x19,
                 Gc,
                 QL,
                 scale,
@@ -1368,12 +1417,12 @@ def _backward_triton(
             )
         if needs & 31:
             Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V))
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
-                W,
-                U,
+                x6,
+                x4,
                 AT,
                 Gc,
                 Vnew,
@@ -1394,16 +1443,16 @@ def _backward_triton(
             )
         if needs & 63:
             dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V))
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x17,
+                x19,
                 Gc,
                 QL,
                 do,
-                W,
+                x6,
                 dVnew,
                 last,
                 dh0,
@@ -1423,11 +1472,11 @@ def _backward_triton(
         if needs & 31:
             x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x22 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x47 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x52 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x16 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x24 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x50 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x55 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1436,19 +1485,19 @@ def _backward_triton(
                 g,
                 Vnew,
                 kept_dS,
-                E,
-                dVnew,
+                k,
                 beta,
+                dVnew,
                 Gc,
                 v,
                 x3,
                 dAqa,
-                x15,
-                x20,
+                x16,
                 x22,
+                x24,
                 dv,
-                x47,
-                x52,
+                x50,
+                x55,
                 scale,
                 T,
                 NT,
@@ -1467,13 +1516,13 @@ def _backward_triton(
                 k,
                 g,
                 x3,
-                x20,
                 x22,
+                x24,
                 beta,
-                x15,
+                x16,
                 q,
-                x47,
-                x52,
+                x50,
+                x55,
                 dq,
                 dk,
                 dg,
@@ -1644,59 +1693,61 @@ def _forward_torch(
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g, beta,))
     # x2 = gram(k, k; g, to, strict=True)
     x2 = _gram(k, k, g, False, True)
-    # x11 = sum[after](g)
-    x11 = _run(g, 'after')
-    # AT = k * exp(x11)
-    AT = k * torch.exp(x11)
-    # x14 = sum[all](g)
-    x14 = g.sum(-2)
-    # Gc = exp(x14)
-    Gc = torch.exp(x14)
+    # x12 = sum[after](g)
+    x12 = _run(g, 'after')
+    # AT = k * exp(x12)
+    AT = k * torch.exp(x12)
+    # x15 = sum[all](g)
+    x15 = g.sum(-2)
+    # Gc = exp(x15)
+    Gc = torch.exp(x15)
     # E = inverse((beta * x2))
     E = _inverse_of((beta[..., :, None] * x2))
-    # x5 = sum[to](g)
-    x5 = _run(g, 'to')
-    # x6 = exp(x5)
-    x6 = torch.exp(x5)
-    # W = E @ ((beta * k) * x6)
-    W = E @ ((beta[..., :, None] * k) * x6)
-    # U = E @ (beta * v)
-    U = E @ (beta[..., :, None] * v)
+    # M1 = E * beta^T
+    M1 = E * beta[..., None, :]
+    # x4 = sum[to](g)
+    x4 = _run(g, 'to')
+    # x5 = exp(x4)
+    x5 = torch.exp(x4)
+    # x7 = M1 @ (k * x5)
+    x7 = M1 @ (k * x5)
+    # x3 = M1 @ v
+    x3 = M1 @ v
     # x = scale * q
     x = scale * q
     # Aqa = gram(x, k; g, to, strict=False)
     Aqa = _gram(x, k, g, False, False)
-    # QL = x * x6
-    QL = x * x6
+    # QL = x * x5
+    QL = x * x5
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
-        W_here = W[:, chunk]
-        U_here = U[:, chunk]
+        x7_here = x7[:, chunk]
+        x3_here = x3[:, chunk]
         Aqa_here = Aqa[:, chunk]
         QL_here = QL[:, chunk]
         AT_here = AT[:, chunk]
         Gc_here = Gc[:, chunk]
-        # x7 = W @ S
-        x7 = W_here @ S
-        # Vnew = U + -x7
-        Vnew = U_here + (-x7)
-        # x9 = Aqa @ Vnew
-        x9 = Aqa_here @ Vnew
-        # x10 = QL @ S
-        x10 = QL_here @ S
-        # o = x9 + x10
-        o = x9 + x10
-        # x13 = AT^T @ Vnew
-        x13 = AT_here.mT @ Vnew
-        # S_next = x13 + (S * Gc)
-        S_next = x13 + (S * Gc_here[..., :, None])
+        # x8 = x7 @ S
+        x8 = x7_here @ S
+        # Vnew = x3 + -x8
+        Vnew = x3_here + (-x8)
+        # x10 = Aqa @ Vnew
+        x10 = Aqa_here @ Vnew
+        # x11 = QL @ S
+        x11 = QL_here @ S
+        # o = x10 + x11
+        o = x10 + x11
+        # x14 = AT^T @ Vnew
+        x14 = AT_here.mT @ Vnew
+        # S_next = x14 + (S * Gc)
+        S_next = x14 + (S * Gc_here[..., :, None])
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1709,7 +1760,7 @@ def _backward_torch(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqa: Tensor,
-    E: Tensor,
+    M1: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1726,53 +1777,51 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in given)
-    # x5 = beta * k
-    x5 = beta[..., :, None] * k
     # x = sum[to](g)
     x = _run(g, 'to')
     # x2 = exp(x)
     x2 = torch.exp(x)
-    # W = E @ (x5 * x2)
-    W = E @ (x5 * x2)
-    # x13 = sum[after](g)
-    x13 = _run(g, 'after')
-    # x14 = exp(x13)
-    x14 = torch.exp(x13)
-    # AT = k * x14
-    AT = k * x14
-    # x46 = sum[all](g)
-    x46 = g.sum(-2)
-    # Gc = exp(x46)
-    Gc = torch.exp(x46)
+    # x6 = M1 @ (k * x2)
+    x6 = M1 @ (k * x2)
+    # x14 = sum[after](g)
+    x14 = _run(g, 'after')
+    # x15 = exp(x14)
+    x15 = torch.exp(x14)
+    # AT = k * x15
+    AT = k * x15
+    # x49 = sum[all](g)
+    x49 = g.sum(-2)
+    # Gc = exp(x49)
+    Gc = torch.exp(x49)
     if needs & 62:
-        # x28 = scale * q
-        x28 = scale * q
-        # QL = x28 * x2
-        QL = x28 * x2
+        # x30 = scale * q
+        x30 = scale * q
+        # QL = x30 * x2
+        QL = x30 * x2
     if needs & 27:
-        # U = E @ (beta * v)
-        U = E @ (beta[..., :, None] * v)
+        # x4 = M1 @ v
+        x4 = M1 @ v
     if needs & 62:
-        # x17 = Aqa^T @ do
-        x17 = Aqa.mT @ do
+        # x19 = Aqa^T @ do
+        x19 = Aqa.mT @ do
     if needs & 27:
         S = state
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
-            W_here = W[:, chunk]
-            U_here = U[:, chunk]
+            x6_here = x6[:, chunk]
+            x4_here = x4[:, chunk]
             AT_here = AT[:, chunk]
             Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
-            # x6 = W @ S
-            x6 = W_here @ S
-            # Vnew = U + -x6
-            Vnew = U_here + (-x6)
-            # x55 = AT^T @ Vnew
-            x55 = AT_here.mT @ Vnew
-            # S_next = x55 + (S * Gc)
-            S_next = x55 + (S * Gc_here[..., :, None])
+            # x7 = x6 @ S
+            x7 = x6_here @ S
+            # Vnew = x4 + -x7
+            Vnew = x4_here + (-x7)
+            # x58 = AT^T @ Vnew
+            x58 = AT_here.mT @ Vnew
+            # S_next = x58 + (S * Gc)
+            S_next = x58 + (S * Gc_here[..., :, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1784,27 +1833,32 @@ def _backward_torch(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x17_here = x17[:, chunk]
+            x19_here = x19[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
-            W_here = W[:, chunk]
+            x6_here = x6[:, chunk]
             kept_dS_all.append(dS)
-            # x16 = AT @ dS
-            x16 = AT_here @ dS
-            # dVnew = x16 + x17
-            dVnew = x16 + x17_here
-            # x58 = QL^T @ do
-            x58 = QL_here.mT @ do_here
-            # x60 = W^T @ dVnew
-            x60 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x58) + -x60
-            dS_prev = ((dS * Gc_here[..., :, None]) + x58) + (-x60)
+            # x18 = AT @ dS
+            x18 = AT_here @ dS
+            # dVnew = x18 + x19
+            dVnew = x18 + x19_here
+            # x61 = QL^T @ do
+            x61 = QL_here.mT @ do_here
+            # x63 = x6^T @ dVnew
+            x63 = x6_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x61) + -x63
+            dS_prev = ((dS * Gc_here[..., :, None]) + x61) + (-x63)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
         dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
+    if needs & 30:
+        # x17 = gram(k, k; g, to, strict=True)
+        x17 = _gram(k, k, g, False, True)
+        # E = inverse((beta * x17))
+        E = _inverse_of((beta[..., :, None] * x17))
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1815,75 +1869,77 @@ def _backward_torch(
         # dAT = Vnew @ dS^T
         dAT = Vnew @ dS.mT
     if needs & 30:
-        # x18 = E^T @ dVnew
-        x18 = E.mT @ dVnew
+        # x20 = E^T @ dVnew
+        x20 = E.mT @ dVnew
     if needs & 26:
-        # x19 = x18 @ S^T
-        x19 = x18 @ S.mT
-        # x22 = x18 @ Vnew^T
-        x22 = x18 @ Vnew.mT
+        # x21 = x20 @ S^T
+        x21 = x20 @ S.mT
+        # x24 = x20 @ Vnew^T
+        x24 = x20 @ Vnew.mT
     if needs & 4:
-        # dv = x18 * beta
-        dv = x18 * beta[..., :, None]
+        # dv = x20 * beta
+        dv = x20 * beta[..., :, None]
     if needs & 8:
-        # x45 = dS * S
-        x45 = dS * S
-        # dGc = sum_V(x45)
-        dGc = x45.sum(-1)
+        # x48 = dS * S
+        x48 = dS * S
+        # dGc = sum_V(x48)
+        dGc = x48.sum(-1)
     if needs & 16:
-        # x51 = x18 * v
-        x51 = x18 * v
-        # x52 = sum_V(x51)
-        x52 = x51.sum(-1)
+        # x54 = x20 * v
+        x54 = x20 * v
+        # x55 = sum_V(x54)
+        x55 = x54.sum(-1)
     if needs & 9:
         # x3 = dQL * x2
         x3 = dQL * x2
     if needs & 10:
-        # x15 = dAT * x14
-        x15 = dAT * x14
+        # x16 = dAT * x15
+        x16 = dAT * x15
     if needs & 26:
-        # x20 = x19 * x2
-        x20 = x19 * x2
+        # x22 = x21 * x2
+        x22 = x21 * x2
     if needs & 8:
-        # x47 = dGc * Gc
-        x47 = dGc * Gc
+        # x50 = dGc * Gc
+        x50 = dGc * Gc
     if needs & 3:
-        # x9 = diagonal(dAqa)
-        x9 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x10 = diagonal(dAqa)
+        x10 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
-        # x8 = gram_dx(dAqa, k; g, to, strict=True)
-        x8 = _gram_dx(dAqa, k, g, False)
+        # x9 = gram_dx(dAqa, k; g, to, strict=True)
+        x9 = _gram_dx(dAqa, k, g, False)
     if needs & 1:
-        # dq = (x3 + (x8 + (x9 * k))) * scale
-        dq = (x3 + (x8 + (x9[..., :, None] * k))) * scale
+        # dq = (x3 + (x9 + (x10 * k))) * scale
+        dq = (x3 + (x9 + (x10[..., :, None] * k))) * scale
     if needs & 26:
-        # x23 = gram_dx(x22, k; g, to, strict=True)
-        x23 = _gram_dx(x22, k, g, False)
+        # x25 = gram_dx(x24, k; g, to, strict=True)
+        x25 = _gram_dx(x24, k, g, False)
     if needs & 18:
-        # x25 = -x20 + -x23
-        x25 = (-x20) + (-x23)
+        # x27 = -x22 + -x25
+        x27 = (-x22) + (-x25)
     if needs & 10:
-        # x31 = gram_dy(dAqa, x28; g, to, strict=True)
-        x31 = _gram_dy(dAqa, x28, g, False)
-        # x32 = gram_dy(x22, x5; g, to, strict=True)
-        x32 = _gram_dy(x22, x5, g, False)
-        # x34 = x31 + -x32
-        x34 = x31 + (-x32)
+        # x33 = gram_dy(dAqa, x30; g, to, strict=True)
+        x33 = _gram_dy(dAqa, x30, g, False)
+        # x34 = beta * k
+        x34 = beta[..., :, None] * k
+        # x35 = gram_dy(x24, x34; g, to, strict=True)
+        x35 = _gram_dy(x24, x34, g, False)
+        # x37 = x33 + -x35
+        x37 = x33 + (-x35)
     if needs & 2:
-        # dk = ((x15 + (x25 * beta)) + (x9 * x28)) + x34
-        dk = ((x15 + (x25 * beta[..., :, None])) + (x9[..., :, None] * x28)) + x34
+        # dk = ((x16 + (x27 * beta)) + (x10 * x30)) + x37
+        dk = ((x16 + (x27 * beta[..., :, None])) + (x10[..., :, None] * x30)) + x37
     if needs & 8:
-        # x44 = sum[from](((-(k * x34) + (x28 * (x3 + x8))) + -(x5 * (x20 + x23))))
-        x44 = _run((((-(k * x34)) + (x28 * (x3 + x8))) + (-(x5 * (x20 + x23)))), 'from')
-        # x50 = sum[before]((x15 * k))
-        x50 = _run((x15 * k), 'before')
-        # dg = (x44 + x47) + x50
-        dg = (x44 + x47[..., None, :]) + x50
+        # x47 = sum[from](((-(k * x37) + (x30 * (x3 + x9))) + -(x34 * (x22 + x25))))
+        x47 = _run((((-(k * x37)) + (x30 * (x3 + x9))) + (-(x34 * (x22 + x25)))), 'from')
+        # x53 = sum[before]((x16 * k))
+        x53 = _run((x16 * k), 'before')
+        # dg = (x47 + x50) + x53
+        dg = (x47 + x50[..., None, :]) + x53
     if needs & 16:
-        # x54 = sum_K((x25 * k))
-        x54 = (x25 * k).sum(-1)
-        # dbeta = x52 + x54
-        dbeta = x52 + x54
+        # x57 = sum_K((x27 * k))
+        x57 = (x27 * k).sum(-1)
+        # dbeta = x55 + x57
+        dbeta = x55 + x57
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -29,9 +29,7 @@ VALUES = [value("v"), value("u")]
 Q, LOG_CHANNEL, LOG_HEAD = key("q"), gate("g", "K"), gate("g_head")
 
 #: Rules whose firing is known beforehand.
-FOLDS = frozenset(
-    {"absorb-solve", "merge-products", "head-decay", "no-decay", "no-erase", "absorb-gate", "row-scale"}
-)
+FOLDS = frozenset({"absorb-solve", "merge-products", "head-decay", "no-decay", "no-erase", "absorb-gate", "row-scale"})
 
 ERASE = ("a is k", "free", "absorbed", "absorbed, a is k", "nothing")
 DECAY = ("channel", "head", "channel", "head", "one", "number")
