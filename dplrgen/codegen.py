@@ -135,7 +135,7 @@ def _is_exponent(n: Node) -> bool:
 
 def _triton_spread(n: Node, args: list[str]) -> str:
     number = literal(n)
-    value = f"{number:g}" if number is not None else _aligned(args[0], n.args[0].axes, n.axes)
+    value = f"{number!r}" if number is not None else _aligned(args[0], n.args[0].axes, n.axes)
     return f"tl.zeros({_shape(n.axes, _BLOCK)}, tl.float32) + {value}"
 
 
@@ -177,15 +177,22 @@ def _torch_run(n: Node, args: list[str]) -> str:
 def _torch_spread(n: Node, args: list[str]) -> str:
     number = literal(n)
     shape = ", ".join(n.axes) + ("," if len(n.axes) == 1 else "")
-    value = f"like.new_tensor({number:g})" if number is not None else _torch_aligned(args[0], n.args[0].axes, n.axes)
+    value = f"like.new_tensor({number!r})" if number is not None else _torch_aligned(args[0], n.args[0].axes, n.axes)
     return f"_spread({value}, lead, ({shape}))"
 
 
 def _torch_aligned(text: str, axes: Axes, out: Axes) -> str:
     if len(axes) == 1 and len(out) == 2:
         return f"{text}[..., :, None]" if axes[0] == out[0] else f"{text}[..., None, :]"
-    if not axes and out and not text.replace(".", "").lstrip("-").isdigit() and text != "scale":
+    if not axes and out:
         return f"{text}[{', '.join(['...', *['None'] * len(out)])}]"
+    return text
+
+
+def _torch_valid(n: Node, args: list[str]) -> str:
+    text = args[0]
+    for dim in (i - len(n.axes) for i, axis in enumerate(n.axes) if axis == "C"):
+        text = f"_valid({text}, T, {dim})"
     return text
 
 
@@ -200,7 +207,7 @@ _TORCH: dict[str, Callable[[Node, list[str]], str]] = {
     "sum": _torch_sum,
     "run": _torch_run,
     "spread": _torch_spread,
-    "valid": lambda n, args: f"_valid({args[0]}, T, {n.axes.index('C') - len(n.axes) if 'C' in n.axes else None})",
+    "valid": _torch_valid,
     "mask": lambda n, args: f"torch.tril({args[0]}, {-1 if n.attr('strict') else 0})",
     "columns": lambda n, args: f"({args[0]} * {args[1]}[..., None, :])",
     "diagonal": lambda n, args: f"{args[0]}.diagonal(dim1=-2, dim2=-1)",
@@ -212,6 +219,11 @@ _TORCH: dict[str, Callable[[Node, list[str]], str]] = {
 }
 
 
+def _is_number(n: Node) -> bool:
+    """Whether the value is a Python number in the generated code."""
+    return n.op in ("const", "param") or (OPS[n.op].elementwise and all(_is_number(a) for a in n.args))
+
+
 @dataclass
 class _Writer:
     """Prints the nodes of one phase. ``bound`` holds what has a name in scope."""
@@ -219,14 +231,17 @@ class _Writer:
     names: Mapping[Node, str]
     backend: str
     inlined: Mapping[Node, str] = field(default_factory=dict)
+    scan: bool = False  # PyTorch only: tiles are those of one chunk
 
     def expression(self, n: Node, bound: Mapping[Node, str]) -> str:
         args = [self._operand(a, bound) for a in n.args]
         if OPS[n.op].elementwise:
             align = _aligned if self.backend == "triton" else _torch_aligned
-            args = [align(t, a.axes, n.axes) for t, a in zip(args, n.args, strict=True)]
+            args = [t if _is_number(a) else align(t, a.axes, n.axes) for t, a in zip(args, n.args, strict=True)]
             template = OPS[n.op].triton if self.backend == "triton" else OPS[n.op].torch
             return template.format(*args, **dict(n.attrs))
+        if n.op == "valid" and self.scan:
+            return _torch_valid(n, args).replace("_valid(", "_valid_chunk(").replace(", T, ", ", T - chunk * C, ")
         table = _TRITON if self.backend == "triton" else _TORCH
         return table[n.op](n, args)
 
@@ -275,7 +290,7 @@ def _prints_once(reader: Node, operand: Node) -> bool:
 
 def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str, Axes]]) -> dict[str, Any]:
     """What a skeleton needs to print one kernel."""
-    results = {n: i for i, (_, n) in enumerate(plan.program.outputs)}
+    results = _labels(plan)
     names = plan.names
     writer = _Writer(names, "triton")
     bound: dict[Node, str] = {}
@@ -288,7 +303,7 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
         inline = _inlinable(phase.nodes, kept | crossing | ended | set(_tree_sums(phase.nodes).values()))
         blocks.append(_block(plan, kernel, phase.loop, phase.nodes, inline, bound, writer, results, signature))
     loads = [_memory(plan, n, signature, kernel) for n in kernel.loads]
-    stores = [_memory(plan, n, signature, kernel, results) for n in kernel.stores]
+    stores = [m for n in kernel.stores for m in _stored(plan, n, signature, kernel, results)]
     state = None
     if kernel.state:
         leaf_node, new = kernel.state
@@ -312,20 +327,33 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
     }
 
 
-def _memory(plan, n, signature, kernel, results=None) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+def _labels(plan: Plan) -> dict[Node, list[tuple[int, str]]]:
+    """The results that a value is, by position and label: inputs used alike have one gradient."""
+    out: dict[Node, list[tuple[int, str]]] = {}
+    for i, (label, n) in enumerate(plan.program.outputs):
+        out.setdefault(n, []).append((i, label))
+    return out
+
+
+def _stored(plan, n, signature, kernel, results) -> list[dict[str, Any]]:  # type: ignore[no-untyped-def]
+    """Where a value is written: more than one place if it is more than one result."""
+    first = _memory(plan, n, signature, kernel)
+    entries = []
+    for i, label in results.get(n, []):
+        _, axes = signature.get(label[1:] if label != "o" else "v", ("HV", ("V",)))
+        place = {"name": label, "buffer": False, "heads": "HV", "axes": ("C", *axes), "need": 1 << i, "label": label}
+        entries.append(first | place)
+    return entries or [first]
+
+
+def _memory(plan, n, signature, kernel) -> dict[str, Any]:  # type: ignore[no-untyped-def]
     """Where a value lives in memory: an input or output tensor of the call, or a tile of a buffer."""
-    results = results or {}
     name = plan.names[n]
     attrs = dict(n.attrs) if n.op == "input" else {}
-    label = next((lab for lab, m in plan.program.outputs if m is n), None)
     entry: dict[str, Any] = {"node": n, "name": name, "axes": n.axes, "v": "V" in n.axes, "buffer": True}
     entry["dtype"] = storage(n, plan)
     entry["saved"] = n in plan.saved and not any(n in k.loads for k in plan.kernels)
-    if n in results and label is not None and label != "":
-        source = label[1:] if label != "o" else "v"
-        heads, axes = signature.get(source, ("HV", ("V",)))
-        entry |= {"buffer": False, "heads": "HV", "axes": ("C", *axes), "need": 1 << results[n], "label": label}
-    elif n.op == "input" and attrs.get("role") is None and n.axes != ("K", "V"):
+    if n.op == "input" and attrs.get("role") is None and n.axes != ("K", "V"):
         heads, _ = signature.get(name, ("HV", ()))
         entry |= {"buffer": False, "heads": heads}
     return entry
@@ -370,8 +398,8 @@ def _block(plan, kernel, loop, nodes, inline, bound, writer, results, signature)
         if summed or not loop:
             scope[n] = plan.names[n]
         if n in kernel.stores:
-            line = Line("store", local[n], info=_memory(plan, n, signature, kernel, results))
-            (after if summed else body).append(line)
+            places = _stored(plan, n, signature, kernel, results)
+            (after if summed else body).extend(Line("store", local[n], info=m) for m in places)
 
     todo = [n for n in nodes if n not in inline and n not in covered]
     # What a tree does not need comes after it: everything alive during the walk is held in registers.
@@ -513,7 +541,7 @@ def torch_context(plan: Plan, signature: Mapping[str, tuple[str, Axes]]) -> list
         nodes = _unique([n for n in kernel.nodes if n not in bound])
         kept = set(kernel.stores) | ({kernel.state[1]} if kernel.state else set()) | _read_later(plan, kernel)
         inline = _inlinable(nodes, kept)
-        scan = kernel.kind == "scan"
+        scan = writer.scan = kernel.kind == "scan"
         local = dict(bound)
         sliced: list[str] = []
         for n in kernel.loads:
@@ -609,28 +637,29 @@ def _environment() -> jinja2.Environment:
     return env
 
 
-_UNSIGNED = "0" * 8
+#: Stands for the digest until the text is known.
+_PLACE = "@digest@"
 
 
 def digest(variant: Variant) -> str:
-    """Eight hexadecimal digits over everything that the variant's file says: program, schedule, templates, version."""
-    return hashlib.sha256(_text(variant, _UNSIGNED).encode()).hexdigest()[:8]
+    """Eight hexadecimal digits over the text of the variant's file, which holds all that it computes."""
+    return hashlib.sha256(_render(variant).encode()).hexdigest()[:8]
 
 
 def render(variant: Variant) -> str:
     """The text of ``generated/<variant>.py``."""
-    return _text(variant, digest(variant))
+    text = _render(variant)
+    return text.replace(_PLACE, hashlib.sha256(text.encode()).hexdigest()[:8])
 
 
-@lru_cache(maxsize=4)
-def _text(variant: Variant, signature_digest: str) -> str:
+def _render(variant: Variant) -> str:
     made = plans(variant)
     signature = {name: (heads, axes) for name, heads, axes in variant.signature()}
     ahead, back = _side(made.forward, signature, "forward"), _side(made.backward, signature, "backward")
     launches = [*ahead["kernels"], *back["kernels"]]
     context = {
         "variant": variant,
-        "digest": signature_digest,
+        "digest": _PLACE,
         "version": VERSION,
         "inputs": [
             {"name": name, "heads": heads, "axes": axes, "role": dict(n.attrs)["role"]}
@@ -656,7 +685,7 @@ def _side(plan: Plan, signature: Mapping[str, tuple[str, Axes]], side: str) -> d
         k["free"] = []
     return {
         "kernels": kernels,
-        "result": {label: plan.names.get(n, "0") for label, n in plan.program.outputs},
+        "result": {label: plan.names.get(n, "") for label, n in plan.program.outputs},
         "torch": torch_context(plan, signature),
         "saved": [{"name": plan.names[n], "axes": n.axes} for n in plan.saved],
         "outputs": [(label, plan.names.get(n), n) for label, n in plan.program.outputs],

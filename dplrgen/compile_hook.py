@@ -84,7 +84,13 @@ def load_variant(reference: str) -> Variant:
     if spec is None or spec.loader is None:
         raise BindingError(f"{reference}: {file!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BindingError:
+        raise
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        raise BindingError(f"{reference}: {type(error).__name__}: {first}") from error
     variant = getattr(module, attribute, None)
     if not isinstance(variant, Variant):
         found = "nothing" if variant is None else type(variant).__name__

@@ -21,11 +21,19 @@ def evaluate(roots: list[Node], leaves: Mapping[str, Tensor | float]) -> dict[No
     """Values of ``roots`` and of everything below them; ``leaves`` by name, tensors of the leaf's axes (and batch axes first)."""
     reference = next(x for x in leaves.values() if isinstance(x, Tensor) and x.is_floating_point())
     values: dict[Node, Tensor] = {}
-    for n in topological(roots):
+    order = topological(roots)
+    sizes: dict[str, int] = {}
+    for n in order:
+        if n.op == "input":
+            sizes |= zip(n.axes, torch.as_tensor(leaves[n.attr("name")]).shape[-len(n.axes) :] if n.axes else (), strict=True)
+    for n in order:
         if n.op in ("input", "param"):
             values[n] = torch.as_tensor(leaves[n.attr("name")], dtype=reference.dtype)
         elif n.op == "const":
             values[n] = torch.tensor(n.attr("value"), dtype=reference.dtype)
+        elif n.op == "spread":
+            x, shape = _align(values[n.args[0]], n.args[0].axes, n.axes), [sizes[a] for a in n.axes]
+            values[n] = x.expand(torch.broadcast_shapes(x.shape, shape))
         else:
             values[n] = _apply(n, [values[a] for a in n.args], reference)
     return values

@@ -183,11 +183,20 @@ def _axes_text(axes: Axes) -> str:
     return "[" + ", ".join(axes) + "]"
 
 
-def show(root: Node, names: Mapping[Node, str] | None = None) -> str:
-    """The expression as text; nodes in ``names`` other than the root print as their name."""
+def show(root: Node, names: Mapping[Node, str] | None = None, limit: int = 1000) -> str:
+    """The expression as text; nodes in ``names`` other than the root print as their name.
+
+    What is shared is written out each time, so a text may be far longer than the expression is large: after ``limit``
+    operations the rest is left out.
+    """
     names = names or {}
+    left = limit
 
     def text(n: Node, top: bool) -> str:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return "..."
         if not top and n in names:
             return names[n]
         spec = OPS[n.op]
@@ -246,7 +255,10 @@ def _drop(operands: tuple[Axes, ...], attrs: dict[str, Any]) -> Axes:
 
 
 def _spread(operands: tuple[Axes, ...], attrs: dict[str, Any]) -> Axes:
-    return _broadcast((*operands, tuple(attrs["axes"])), {})
+    axes = tuple(attrs["axes"])
+    if _broadcast((*operands, axes), {}) != axes:
+        raise IRError(f"axes {_axes_text(operands[0])} do not broadcast against {_axes_text(axes)}")
+    return axes
 
 
 def _matmul(operands: tuple[Axes, ...], attrs: dict[str, Any]) -> Axes:
@@ -306,6 +318,8 @@ def _quiet(f: Callable[..., float]) -> Callable[..., float]:
     """``f`` on plain floats, NaN where it is undefined."""
 
     def call(*args: float, **attrs: Any) -> float:
+        if any(math.isnan(x) for x in args):
+            return math.nan
         try:
             return float(f(*args))
         except (ValueError, ZeroDivisionError, OverflowError):
@@ -325,7 +339,7 @@ def _elementwise(name: str, arity: int, show: str, torch: str, triton: str, at_z
 # Leaves: `input` a stream of the variant or a saved value, `param` a number known at the call, `const` a literal.
 register(Op("input", 0, _given, "{name}", at_zero=lambda **a: 0.0))
 register(Op("param", 0, _none, "{name}", at_zero=lambda **a: 1.0))
-register(Op("const", 0, _none, "{value:g}", at_zero=lambda **a: float(a["value"])))
+register(Op("const", 0, _none, "{value!r}", at_zero=lambda **a: float(a["value"])))
 
 _elementwise("add", 2, "({0} + {1})", "({0} + {1})", "({0} + {1})", lambda x, y: x + y)
 _elementwise("mul", 2, "({0} * {1})", "({0} * {1})", "({0} * {1})", lambda x, y: x * y)

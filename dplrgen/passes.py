@@ -6,6 +6,7 @@ only; none knows a variant. ``rewrite`` applies a set bottom-up until nothing ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,6 @@ from dplrgen.ir import (
     substitute,
     topological,
     unbounded_exponents,
-    value_at_zero,
     verify,
 )
 from dplrgen.variants import Variant
@@ -204,9 +204,7 @@ def _sweep(program: Program, rules: tuple[Rule, ...]) -> tuple[Program, list[Fir
     labels: dict[Node, str] = {}
     for old in program.nodes():
         n = node(old.op, *(done[a] for a in old.args), **dict(old.attrs)) if old.args else old
-        replaced = True
-        while replaced:
-            replaced = False
+        for _ in range(1000):
             for r in rules:
                 new = r.apply(n)
                 if new is None or new is n:
@@ -216,8 +214,12 @@ def _sweep(program: Program, rules: tuple[Rule, ...]) -> tuple[Program, list[Fir
                 fired.append(Fired(r.name, show(n, program.names), show(new, program.names)))
                 if r.label and r.label not in (*program.names.values(), *labels.values()):
                     labels[new] = r.label
-                n, replaced = new, True
+                n = new
                 break
+            else:
+                break
+        else:
+            raise IRError(f"{program.name}: rewriting does not end; last fired: {fired[-1]}")
         done[old] = n
     mapped = _mapped(program, done)
     kept = {n: label for n, label in labels.items() if n not in mapped.names}
@@ -290,7 +292,8 @@ def _signs(n: Node) -> Node | None:
             inner = [a.args[0] if a.op == "neg" else a for a in n.args]
             out = node(n.op, *inner, **dict(n.attrs))
             return out if x.op == y.op == "neg" else -out
-    if n.op in ("mask", "run", "sum", "spread") and n.args[0].op == "neg":
+    # Not out of a running sum: a log-decay keeps its sign, by which a decay is told from a growth.
+    if n.op in ("mask", "sum", "spread") and n.args[0].op == "neg":
         return -node(n.op, n.args[0].args[0], **dict(n.attrs))
     if n.op in ("solve", "solve_t", "gram", "gram_dx", "gram_dy"):
         for i in (1,) if n.op.startswith("solve") else (0, 1):
@@ -331,7 +334,17 @@ def _spread_product(n: Node) -> Node | None:
     return None
 
 
-IDENTITIES = (_constants, _spread, _units, _signs, _zeros, _log_exp, _spread_product)
+@rule("no-erase", "b = 0: I + 0 is the identity")
+def _no_erase(n: Node) -> Node | None:
+    return n.args[1] if n.op in ("solve", "solve_t") and is_zero(n.args[0]) else None
+
+
+@rule("no-decay", "alpha = 1: nothing is summed, every decay is 1")
+def _no_decay(n: Node) -> Node | None:
+    return zero(n.axes) if n.op == "run" and is_zero(n.args[0]) else None
+
+
+IDENTITIES = (_constants, _spread, _units, _signs, _no_erase, _no_decay, _zeros, _log_exp, _spread_product)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -419,8 +432,9 @@ def stabilized(program: Program) -> None:
     """IRError if an exponential of unbounded positive size, or a division by a decay, is left."""
     for n in unbounded_exponents(program):
         raise IRError(f"{program.name}: {show(n)} has an exponent of unbounded size")
+    decays = {exp(n.args[0]) for n in program.nodes() if n.op == "run"}
     for n in program.nodes():
-        if n.op == "div" and any(m.op == "exp" for m in topological([n.args[1]])):
+        if n.op == "div" and any(m in decays for m in factors(n.args[1])[1]):
             raise IRError(f"{program.name}: {show(n)} divides by a decay that may underflow to 0")
 
 
@@ -457,27 +471,17 @@ def _absorb_solve(n: Node) -> Node | None:
         if solved.op != "solve":
             continue
         lower, inside = solved.args[0], terms(solved.args[1])
+        side, core = (-1, lower.args[0]) if lower.op == "neg" else (1, lower)
         for m, (sm, x) in enumerate(parts):
             if m == i or sm == si:
                 continue
             for p, (sp, t) in enumerate(inside):
-                if sp > 0 and t.op == "matmul" and t.args[0] is lower and t.args[1] is x and not t.attr("tx"):
+                if sp == side and t.op == "matmul" and t.args[0] is core and t.args[1] is x and not t.attr("tx"):
                     rest = [(-s, z) for q, (s, z) in enumerate(inside) if q != p]
                     merged = node("solve", lower, total([(1, x), *rest], x.axes))
                     kept = [term for s, term in enumerate(parts) if s not in (i, m)]
                     return total([(sm, merged), *kept], n.axes)
     return None
-
-
-@rule("no-decay", "alpha = 1: a decayed Gram product is a plain one")
-def _no_decay(n: Node) -> Node | None:
-    if n.op not in ("gram", "gram_dx", "gram_dy") or not is_zero(n.args[2]):
-        return None
-    x, y, _ = n.args
-    strict = n.attr("strict")
-    if n.op == "gram":
-        return node("mask", matmul(x, y, ty=True), strict=strict)
-    return matmul(node("mask", x, strict=strict), y, tx=n.op == "gram_dy")
 
 
 @rule("mask-once", "a mask over what it already masks changes nothing")
@@ -496,12 +500,7 @@ def _mask_inside(n: Node) -> Node | None:
     return node(n.op, n.args[0].args[0], *n.args[1:], **dict(n.attrs))
 
 
-@rule("no-erase", "b = 0: I + 0 is the identity")
-def _no_erase(n: Node) -> Node | None:
-    return n.args[1] if n.op in ("solve", "solve_t") and is_zero(n.args[0]) else None
-
-
-FOLD = (_merge, _absorb_solve, _no_decay, _mask_once, _mask_inside, _no_erase)
+FOLD = (_merge, _absorb_solve, _mask_once, _mask_inside)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -715,23 +714,83 @@ LOWER = (_row_scale, _head_decay, _invert, _column_scale)
 # ---------------------------------------------------------------------------------------------------------------------
 # Padding
 
+#: What a value may hold in the padding beside a known number: some finite number.
+_FREE = math.inf
+
+
+def in_padding(n: Node, axis: str, memo: dict[tuple[Node, str], float]) -> float:
+    """What the node holds in the padding of an axis: a number, ``_FREE`` for a finite one, NaN if perhaps not finite.
+
+    A tensor with the axis is read as 0 there; one without it holds what it holds.
+    """
+    for m in topological([n]):
+        if (m, axis) not in memo:
+            memo[m, axis] = _in_padding(m, axis, [memo[a, axis] for a in m.args])
+    return memo[n, axis]
+
+
+def _in_padding(n: Node, axis: str, args: list[float]) -> float:
+    if n.op == "input":
+        return 0.0 if axis in n.axes else _FREE
+    if n.op == "param":
+        return _FREE
+    if any(math.isnan(x) for x in args):
+        return math.nan
+    if n.op == "mul" and 0.0 in args:
+        return 0.0
+    if n.op in ("div", "safe_div") and args[0] == 0.0 and args[1] != 0.0:
+        return 0.0
+    if OPS[n.op].elementwise or n.op == "const":
+        return _FREE if _FREE in args else OPS[n.op].at_zero(*args, **dict(n.attrs))
+    if n.op in ("spread", "neg"):
+        return args[0]
+    if n.op == "valid":
+        return 0.0 if axis in n.axes else args[0]
+    kept = [x for a, x in zip(n.args, args, strict=True) if axis in a.axes]
+    if axis not in n.axes or not kept or n.op in ("pair", "inverse"):
+        return _FREE
+    if n.op == "run" and axis == "C" and n.attr("over") not in ("after", "from"):
+        return _FREE
+    if n.op == "matmul" and n.axes.count(axis) == 1:
+        side = 0 if n.axes[0] == axis else 1
+        return 0.0 if args[side] == 0.0 else _FREE
+    if n.op in ("solve", "solve_t"):
+        return 0.0 if args[1] == 0.0 else _FREE
+    if n.op in ("gram_dx", "gram_dy"):
+        return 0.0 if args[0 if axis == "C" else 1] == 0.0 else _FREE
+    return 0.0 if all(x == 0.0 for x in kept[:2]) else _FREE
+
+
+def _mixed(n: Node) -> list[tuple[int, str]]:
+    """The operands, and the axis of each, whose elements an operation combines."""
+    if n.op == "sum":
+        return [(0, n.attr("axis"))]
+    if n.op == "matmul":
+        inner = n.args[0].axes[0 if n.attr("tx") else 1]
+        return [(0, inner), (1, inner)]
+    if n.op == "gram":
+        return [(0, "K"), (1, "K"), (2, "C")]
+    if n.op in ("gram_dx", "gram_dy"):
+        return [(0, "C"), (1, "C"), (2, "C")]
+    if n.op in ("run", "pair", "inverse"):
+        return [(0, "C")]
+    return [(1, "C")] if n.op in ("solve", "solve_t") else []
+
 
 def mask_padding(program: Program) -> Program:
     """Zero the padding where an operation that combines tokens or channels would read something else there.
 
-    The value in the padding is known: every tensor read holds 0 there. A product needs one side 0 and the other finite.
+    A product needs one side 0 and the other finite.
     """
-    memo: dict[Node, float] = {}
+    memo: dict[tuple[Node, str], float] = {}
     done: dict[Node, Node] = {}
-    mixing = {"sum": (0,), "run": (0,), "matmul": (0, 1), "gram": (0, 1, 2), "gram_dx": (0, 1, 2), "gram_dy": (0, 1, 2)}
-    mixing |= {"pair": (0,), "solve": (1,), "solve_t": (1,), "inverse": (0,)}
     for old in program.nodes():
         args = [done[a] for a in old.args]
-        product_of = old.op in ("matmul", "gram", "gram_dx", "gram_dy")
-        safe = product_of and value_at_zero(args[0], memo) * value_at_zero(args[1], memo) == 0
-        for i in mixing.get(old.op, ()):
-            decided = safe and i < 2
-            if not decided and value_at_zero(args[i], memo) != 0:
+        held = {i: in_padding(args[i], axis, memo) for i, axis in _mixed(old)}
+        product_of = OPS[old.op].cost == "product"
+        safe = product_of and 0.0 in (held[0], held[1]) and not math.isnan(held[0] + held[1])
+        for i, x in held.items():
+            if x != 0.0 and not (safe and i < 2):
                 args[i] = node("valid", args[i])
         done[old] = node(old.op, *args, **dict(old.attrs)) if args else old
     return _mapped(program, done)

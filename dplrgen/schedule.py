@@ -298,7 +298,7 @@ def _kernel(program, slot, wanted, owner, cheap, states, results, saved) -> Kern
     body = [n for n in topological(roots, stop) if n not in stop and n is not state]
     loads = tuple(n for n in topological(roots, stop) if n in stop and n.op not in ("param", "const", "spread"))
     later = [m for s, ns in wanted.items() if s != slot for m in ns]
-    readers = set(_reached(later, cheap, owner, scan))
+    readers = _reached(later, cheap)
     stores = tuple(n for n in wanted[slot] if n in readers or n in results or n in saved)
     name = _KIND[stage] + ("" if part == 0 else f"_{part}")
     new, step = states[state] if state is not None else (None, 1)
@@ -312,13 +312,16 @@ def _costs_a_run(n: Node) -> bool:
     return any(m.op == "run" for m in topological([n]))
 
 
-def _reached(roots: list[Node], cheap: set[Node], owner: Mapping[Node, object], scan: bool) -> Iterable[Node]:
+def _reached(roots: list[Node], cheap: set[Node]) -> set[Node]:
     """Operands that the given values read directly, through recomputable ones too."""
-    for n in roots:
-        for a in n.args:
-            yield a
-            if a in cheap:
-                yield from _reached([a], cheap, owner, scan)
+    reached: set[Node] = set()
+    stack = [a for n in roots for a in n.args]
+    while stack:
+        n = stack.pop()
+        if n not in reached:
+            reached.add(n)
+            stack.extend(n.args if n in cheap else ())
+    return reached
 
 
 def _walks(body: list[Node], kept: frozenset[Node]) -> tuple[tuple[Phase, ...], bool]:
@@ -375,7 +378,9 @@ def _put_off(body: list[Node], walk: Mapping[Node, str], number: dict[Node, int]
 
 def _with_service(program: Program, kernels: list[Kernel]) -> list[Kernel]:
     """Note for each kernel which outputs need it, so that a launch nobody needs is left out."""
-    needs = {n: 1 << i for i, (_, n) in enumerate(program.outputs)}
+    needs: dict[Node, int] = {}
+    for i, (_, n) in enumerate(program.outputs):
+        needs[n] = needs.get(n, 0) | 1 << i
     masks: dict[Node, int] = {}
     ends = {new: 1 << (len(program.outputs) + i) for i, (_, new, _) in enumerate(program.carried)}
     serves: list[int] = []

@@ -10,6 +10,8 @@ package knows a variant: chunking, folding, the backward and the kernels follow 
 
 from __future__ import annotations
 
+import builtins
+import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,9 +26,15 @@ _ROLES = {"key": "a key-like input", "value": "the value input", "gate": "a gate
 #: Names that the generated code gives to other things.
 _RESERVED = frozenset(
     "scale initial_state output_final_state cu_seqlens check save needs state dstate do dht dh0 o final_state initial last "
-    "none shared own given like lead dtype tile head head_v chunk batch start row lane step level edge blocks decay "
-    "decay_before torch tl triton".split()
+    "none shared own given like like_v lead dtype tile head head_v chunk batch start row lane step level edge blocks "
+    "decay wide streams tensors factor col_k col_v in_c in_k in_v k0 v0 torch tl triton".split()
 )
+#: Names that the generated code makes from others.
+_MADE = re.compile(r".*_(ptr|out|here|all|16|edge)|(kept|end|left|right|operand|cotangent|decay|saved)_.*")
+
+
+def _is_word(name: str) -> bool:
+    return re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None and not keyword.iskeyword(name)
 
 
 @dataclass(frozen=True)
@@ -57,16 +65,22 @@ class Variant:
     about: str = ""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", self.name):
+        if not _is_word(self.name):
             raise BindingError(f"variant name must be a lower-case identifier, got {self.name!r}")
-        names = [str(n.attr("name")) for n in self.inputs]
+        object.__setattr__(self, "inputs", tuple(self.inputs))
         for n in self.inputs:
-            if n.op != "input" or dict(n.attrs).get("role") not in _ROLES:
-                raise BindingError(f"{self.name}: inputs must be leaves made by key, value or gate, got {show(n)}")
+            if not isinstance(n, Node) or n.op != "input" or dict(n.attrs).get("role") not in _ROLES:
+                found = show(n) if isinstance(n, Node) else repr(n)
+                raise BindingError(f"{self.name}: inputs must be leaves made by key, value or gate, got {found}")
+        for role in ("key", "value"):
+            if all(n.attr("role") != role for n in self.inputs):
+                raise BindingError(f"{self.name}: no {role} input: its sizes and heads are read from one")
+        names = [str(n.attr("name")) for n in self.inputs]
         for label in names:
             if names.count(label) > 1:
                 raise BindingError(f"{self.name}: input {label!r} is declared twice")
-            if label in _RESERVED or not re.fullmatch(r"[a-z][a-z0-9_]*", label):
+            made = _MADE.fullmatch(label) or label[:1] == "d" and label[1:] in names
+            if label in _RESERVED or made or label in dir(builtins) or not _is_word(label):
                 raise BindingError(f"{self.name}: input name {label!r} is reserved or not a lower-case identifier")
         if self.q is None:
             if "q" not in names:
@@ -76,7 +90,11 @@ class Variant:
             self._check(stream, expression, _AXES[stream])
 
     def _check(self, stream: str, expression: Node, allowed: tuple[tuple[str, ...], ...]) -> None:
+        if not isinstance(expression, Node):
+            raise BindingError(f"{self.name}: stream {stream} must be an expression, got {expression!r}")
         text = f"{self.name}: stream {stream} = {show(expression)}"
+        if stream == "decay" and expression.op == "const" and not 0.0 < expression.attr("value") <= 1.0:
+            raise BindingError(f"{text} must be in (0, 1]")
         for n in topological([expression]):
             if n.op in ("param", "run") or n.axes[:1] == ("C",):
                 raise BindingError(f"{text} must be written over one token's inputs, found {show(n)}")

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 0be2dbda:
+# gated diagonal plus low rank, the master form, program 1ead40c4:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr"]
 
-_NAME = "dplr_0be2dbda"
+_NAME = "dplr_1ead40c4"
 
 
 def _jit(function: Any) -> Any:
@@ -1734,7 +1734,13 @@ def _valid(x: Tensor, T: int, dim: int | None) -> Tensor:
     if dim is None:
         return x
     C, NT = x.shape[dim], x.shape[1]
-    inside = (torch.arange(NT * C, device=x.device) < T).view(NT, 1, C, *[1] * (-1 - dim))
+    inside = (torch.arange(NT * C, device=x.device) < T).view(NT, 1, *[1] * (x.dim() - 3 + dim), C, *[1] * (-1 - dim))
+    return torch.where(inside, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _valid_chunk(x: Tensor, rows: int, dim: int) -> Tensor:
+    """The same for one chunk, [B, HV] before the tile, of which that many rows are tokens."""
+    inside = (torch.arange(x.shape[dim], device=x.device) < rows).view(-1, *[1] * (-1 - dim))
     return torch.where(inside, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -2236,9 +2242,10 @@ def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: Any) -> 
 def _register() -> tuple[Any, Any, Any]:
     """The two operators; those of another copy of this file are used if they are there."""
     space = torch.ops.dplrgen
-    library = torch.library.Library("dplrgen", "FRAGMENT")
+    library = globals().get("_LIBRARY")  # a file loaded again in place keeps what it registered
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
     if not hasattr(space, forward):
+        library = torch.library.Library("dplrgen", "FRAGMENT")
         results = ", ".join(["Tensor"] * (2 + _SAVED))
         library.define(f"{forward}({_TENSORS}, float scale, bool output_final_state, bool save) -> ({results})")
         results = ", ".join(["Tensor"] * (len(_STREAMS) + 1))

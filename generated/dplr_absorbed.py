@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 3b9dfd61:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program dd6aa7b6:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_3b9dfd61"
+_NAME = "dplr_absorbed_dd6aa7b6"
 
 
 def _jit(function: Any) -> Any:
@@ -716,10 +716,10 @@ def _backward_prepare(
         # KT = k * x23
         KT = k * x23
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x75 = sum[all](g)
-        x75 = tl.sum(g, 0)
-        # Gc = exp(x75)
-        Gc = tl.exp(x75)
+        # x66 = sum[all](g)
+        x66 = tl.sum(g, 0)
+        # Gc = exp(x66)
+        Gc = tl.exp(x66)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # x18 = sum[to](g)
         x18 = _sums(_keep_to(row), g, GATE_PARTS)
@@ -810,14 +810,14 @@ def _backward_scan(
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x78 = KT^T @ v
-        x78 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x80 = KT^T @ v
+        x80 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x80 = AT^T @ x5
-        x80 = _dot(tl.trans(AT), x5, DOT, PRECISION)
+        # x82 = AT^T @ x5
+        x82 = _dot(tl.trans(AT), x5, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x78) + -x80
-        S_next = ((S * Gc[:, None]) + x78) + (-x80)
+        # S_next = ((S * Gc) + x80) + -x82
+        S_next = ((S * Gc[:, None]) + x80) + (-x82)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -886,15 +886,15 @@ def _backward_reverse(
         x33 = (-x29) + x32
         _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x83 = W^T @ x33
-        x83 = _dot(tl.trans(W), x33, RANGE, PRECISION)
+        # x85 = W^T @ x33
+        x85 = _dot(tl.trans(W), x33, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x85 = QL^T @ do
-        x85 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        # x87 = QL^T @ do
+        x87 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x83) + x85
-        dS_prev = ((dS * Gc[:, None]) + x83) + x85
+        # dS_prev = ((dS * Gc) + x85) + x87
+        dS_prev = ((dS * Gc[:, None]) + x85) + x87
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -923,7 +923,7 @@ def _backward_finish(
     x43_out,
     x47_out,
     x51_out,
-    x76_out,
+    x67_out,
     scale,
     T,
     NT,
@@ -1007,10 +1007,10 @@ def _backward_finish(
         x47 += _dot(x34, tl.trans(x5), DOT, PRECISION)
         # dBL = x34 @ S^T
         dBL += _dot(x34, tl.trans(S), RANGE, PRECISION)
-        # x74 = dS * S
-        x74 = dS * S
-        # dGc = sum_V(x74)
-        dGc += tl.sum(x74, 1)
+        # x65 = dS * S
+        x65 = dS * S
+        # dGc = sum_V(x65)
+        dGc += tl.sum(x65, 1)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
@@ -1037,9 +1037,9 @@ def _backward_finish(
     x51 = dBL * tl.exp(x2)
     _store_rows(x51_out + tile * C * K, x51, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x76 = dGc * Gc
-    x76 = dGc * Gc
-    tl.store(x76_out + tile * K + col_k, x76, mask=col_k < K)
+    # x67 = dGc * Gc
+    x67 = dGc * Gc
+    tl.store(x67_out + tile * K + col_k, x67, mask=col_k < K)
 
 
 @_jit
@@ -1057,7 +1057,7 @@ def _backward_finish_1(
     x43_ptr,
     x47_ptr,
     x51_ptr,
-    x76_ptr,
+    x67_ptr,
     dq_out,
     dk_out,
     da_out,
@@ -1109,13 +1109,13 @@ def _backward_finish_1(
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x16 = tl.zeros([C, BK, ], tl.float32)
+        x15 = tl.zeros([C, BK, ], tl.float32)
         d = _load_rows(d_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         x36 = tl.zeros([C, BK, ], tl.float32)
         x49 = tl.zeros([C, BK, ], tl.float32)
         x56 = tl.zeros([C, BK, ], tl.float32)
-        # x16 -= gram_dx(x6, a; g, to, strict=True)
-        # x16 = gram_dx(dAqk, k; g, to, strict=True)
+        # x15 = gram_dx(x6, a; g, to, strict=True)
+        # x15 -= gram_dx(dAqk, k; g, to, strict=True)
         # x56 -= gram_dx(x47, a; g, before, strict=True)
         # x56 = gram_dx(dAbk, k; g, before, strict=True)
         # x36 = gram_dy(dAqk, x25; g, to, strict=True)
@@ -1131,7 +1131,7 @@ def _backward_finish_1(
         cotangent_1_16 = _diagonal_blocks(dAqk, C)
         cotangent_2_16 = _diagonal_blocks(dAbk, C)
         cotangent_3_16 = _diagonal_blocks(x47, C)
-        x16_16 = _block_zeros(C, BK)
+        x15_16 = _block_zeros(C, BK)
         x56_16 = _block_zeros(C, BK)
         x36_16 = _block_zeros(C, BK)
         x49_16 = _block_zeros(C, BK)
@@ -1148,8 +1148,8 @@ def _backward_finish_1(
             cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
             cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
             cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x16_16 += decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+            x15_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x15_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
             x56_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
             x56_16 += decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
             x36_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
@@ -1167,15 +1167,15 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
         left_3_16 = (operand_3_16 * decay_before_left_16).to(DOT)
-        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x16_16 += decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+        x15_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x15_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
         x56_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
         x56_16 += decay_before_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
         x36_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
         x36_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         x49_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
         x49_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x16 += tl.reshape(x16_16, [C, BK])
+        x15 += tl.reshape(x15_16, [C, BK])
         x56 += tl.reshape(x56_16, [C, BK])
         x36 += tl.reshape(x36_16, [C, BK])
         x49 += tl.reshape(x49_16, [C, BK])
@@ -1191,8 +1191,8 @@ def _backward_finish_1(
             cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
             cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
             cotangent_3_edge = tl.where(edge, x47, 0.0).to(DOT)
-            x16 -= decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x16 += decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+            x15 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x15 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
             x56 -= decay_before * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
             x56 += decay_before * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
             x36 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
@@ -1210,8 +1210,8 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(DOT)
             left_2 = (x25 * decay_left).to(DOT)
             left_3 = (d * decay_before_left).to(DOT)
-            x16 -= decay_left * _dot(x6, right_0, DOT, PRECISION)
-            x16 += decay_left * _dot(dAqk, right_1, DOT, PRECISION)
+            x15 += decay_left * _dot(x6, right_0, DOT, PRECISION)
+            x15 -= decay_left * _dot(dAqk, right_1, DOT, PRECISION)
             x56 -= decay_before_left * _dot(x47, right_0, DOT, PRECISION)
             x56 += decay_before_left * _dot(dAbk, right_1, DOT, PRECISION)
             x36 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
@@ -1219,8 +1219,8 @@ def _backward_finish_1(
             x49 += decay_right * _dot(tl.trans(x6), left_2, DOT, PRECISION)
             x49 += decay_right * _dot(tl.trans(x47), left_3, DOT, PRECISION)
         x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((((x7 * a) + (x9 * k)) + x16) + x20) * scale
-        dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + x16) + x20) * scale
+        # dq = ((((x7 * a) + (x9 * k)) + -x15) + x20) * scale
+        dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + (-x15)) + x20) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
         x24 = _load_rows(x24_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1238,15 +1238,15 @@ def _backward_finish_1(
         dd = x51 + x56
         if NEED & 16:
             _store_rows(dd_out + ((batch * T + start) * HV + head_v) * K, dd, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x64 = sum[from]((((x25 * (x16 + x20)) + (a * x49)) + -(k * x36)))
-        x64 = _running_from((((x25 * (x16 + x20)) + (a * x49)) + (-(k * x36))), row, EXACT)
-        # x66 = sum[after]((d * dd))
-        x66 = _running_after((d * dd), row, EXACT)
-        # x72 = sum[before](((x24 * k) + -(x43 * a)))
-        x72 = _running_before(((x24 * k) + (-(x43 * a))), row, EXACT)
-        x76 = tl.load(x76_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = ((x64 + x66) + x72) + x76
-        dg = ((x64 + x66) + x72) + x76[None, :]
+        # x58 = sum[after]((d * dd))
+        x58 = _running_after((d * dd), row, EXACT)
+        # x63 = sum[before](((x24 * k) + -(x43 * a)))
+        x63 = _running_before(((x24 * k) + (-(x43 * a))), row, EXACT)
+        # x77 = sum[from]((((x25 * (x15 + -x20)) + (k * x36)) + -(a * x49)))
+        x77 = _running_from((((x25 * (x15 + (-x20))) + (k * x36)) + (-(a * x49))), row, EXACT)
+        x67 = tl.load(x67_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = ((x58 + x63) + x67) + -x77
+        dg = ((x58 + x63) + x67[None, :]) + (-x77)
         if NEED & 32:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
@@ -1632,7 +1632,7 @@ def _backward_triton(
             x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x47 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x51 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x76 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x67 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1657,7 +1657,7 @@ def _backward_triton(
                 x43,
                 x47,
                 x51,
-                x76,
+                x67,
                 scale,
                 T,
                 NT,
@@ -1685,7 +1685,7 @@ def _backward_triton(
                 x43,
                 x47,
                 x51,
-                x76,
+                x67,
                 dq,
                 dk,
                 da,
@@ -1748,7 +1748,13 @@ def _valid(x: Tensor, T: int, dim: int | None) -> Tensor:
     if dim is None:
         return x
     C, NT = x.shape[dim], x.shape[1]
-    inside = (torch.arange(NT * C, device=x.device) < T).view(NT, 1, C, *[1] * (-1 - dim))
+    inside = (torch.arange(NT * C, device=x.device) < T).view(NT, 1, *[1] * (x.dim() - 3 + dim), C, *[1] * (-1 - dim))
+    return torch.where(inside, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _valid_chunk(x: Tensor, rows: int, dim: int) -> Tensor:
+    """The same for one chunk, [B, HV] before the tile, of which that many rows are tokens."""
+    inside = (torch.arange(x.shape[dim], device=x.device) < rows).view(-1, *[1] * (-1 - dim))
     return torch.where(inside, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -1975,10 +1981,10 @@ def _backward_torch(
     if needs & 61:
         # KT = k * x23
         KT = k * x23
-    # x75 = sum[all](g)
-    x75 = g.sum(-2)
-    # Gc = exp(x75)
-    Gc = torch.exp(x75)
+    # x66 = sum[all](g)
+    x66 = g.sum(-2)
+    # Gc = exp(x66)
+    Gc = torch.exp(x66)
     if needs & 126:
         # x25 = scale * q
         x25 = scale * q
@@ -2015,12 +2021,12 @@ def _backward_torch(
             x4 = W_here @ S
             # x5 = U + x4
             x5 = U_here + x4
-            # x78 = KT^T @ v
-            x78 = KT_here.mT @ v_here
-            # x80 = AT^T @ x5
-            x80 = AT_here.mT @ x5
-            # S_next = ((S * Gc) + x78) + -x80
-            S_next = ((S * Gc_here[..., :, None]) + x78) + (-x80)
+            # x80 = KT^T @ v
+            x80 = KT_here.mT @ v_here
+            # x82 = AT^T @ x5
+            x82 = AT_here.mT @ x5
+            # S_next = ((S * Gc) + x80) + -x82
+            S_next = ((S * Gc_here[..., :, None]) + x80) + (-x82)
             x5_all.append(x5)
             S = S_next
         end_S = S
@@ -2042,12 +2048,12 @@ def _backward_torch(
             x29 = AT_here @ dS
             # x33 = -x29 + x32
             x33 = (-x29) + x32_here
-            # x83 = W^T @ x33
-            x83 = W_here.mT @ x33
-            # x85 = QL^T @ do
-            x85 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x83) + x85
-            dS_prev = ((dS * Gc_here[..., :, None]) + x83) + x85
+            # x85 = W^T @ x33
+            x85 = W_here.mT @ x33
+            # x87 = QL^T @ do
+            x87 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x85) + x87
+            dS_prev = ((dS * Gc_here[..., :, None]) + x85) + x87
             x33_all.append(x33)
             dS = dS_prev
         end_dS = dS
@@ -2093,10 +2099,10 @@ def _backward_torch(
         # dBL = x34 @ S^T
         dBL = x34 @ S.mT
     if needs & 32:
-        # x74 = dS * S
-        x74 = dS * S
-        # dGc = sum_V(x74)
-        dGc = x74.sum(-1)
+        # x65 = dS * S
+        x65 = dS * S
+        # dGc = sum_V(x65)
+        dGc = x65.sum(-1)
     if needs & 33:
         # x20 = dQL * x19
         x20 = dQL * x19
@@ -2110,8 +2116,8 @@ def _backward_torch(
         # x51 = dBL * x3
         x51 = dBL * x3
     if needs & 32:
-        # x76 = dGc * Gc
-        x76 = dGc * Gc
+        # x67 = dGc * Gc
+        x67 = dGc * Gc
     if needs & 9:
         # x7 = diagonal(-x6)
         x7 = (-x6).diagonal(dim1=-2, dim2=-1)
@@ -2123,11 +2129,11 @@ def _backward_torch(
         x12 = _gram_dx(x6, a, g, False)
         # x13 = gram_dx(dAqk, k; g, to, strict=True)
         x13 = _gram_dx(dAqk, k, g, False)
-        # x16 = -(x12 + -x13)
-        x16 = -(x12 + (-x13))
+        # x15 = x12 + -x13
+        x15 = x12 + (-x13)
     if needs & 1:
-        # dq = ((((x7 * a) + (x9 * k)) + x16) + x20) * scale
-        dq = ((((x7[..., :, None] * a) + (x9[..., :, None] * k)) + x16) + x20) * scale
+        # dq = ((((x7 * a) + (x9 * k)) + -x15) + x20) * scale
+        dq = ((((x7[..., :, None] * a) + (x9[..., :, None] * k)) + (-x15)) + x20) * scale
     if needs & 34:
         # x28 = gram_dy(dAqk, x25; g, to, strict=True)
         x28 = _gram_dy(dAqk, x25, g, False)
@@ -2156,14 +2162,14 @@ def _backward_torch(
         # dd = x51 + -(x52 + -x53)
         dd = x51 + (-(x52 + (-x53)))
     if needs & 32:
-        # x64 = sum[from]((((x25 * (x16 + x20)) + (a * x49)) + -(k * x36)))
-        x64 = _run((((x25 * (x16 + x20)) + (a * x49)) + (-(k * x36))), 'from')
-        # x66 = sum[after]((d * dd))
-        x66 = _run((d * dd), 'after')
-        # x72 = sum[before](((x24 * k) + -(x43 * a)))
-        x72 = _run(((x24 * k) + (-(x43 * a))), 'before')
-        # dg = ((x64 + x66) + x72) + x76
-        dg = ((x64 + x66) + x72) + x76[..., None, :]
+        # x58 = sum[after]((d * dd))
+        x58 = _run((d * dd), 'after')
+        # x63 = sum[before](((x24 * k) + -(x43 * a)))
+        x63 = _run(((x24 * k) + (-(x43 * a))), 'before')
+        # x77 = sum[from]((((x25 * (x15 + -x20)) + (k * x36)) + -(a * x49)))
+        x77 = _run((((x25 * (x15 + (-x20))) + (k * x36)) + (-(a * x49))), 'from')
+        # dg = ((x58 + x63) + x67) + -x77
+        dg = ((x58 + x63) + x67[..., None, :]) + (-x77)
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),
@@ -2254,9 +2260,10 @@ def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: Any) -> 
 def _register() -> tuple[Any, Any, Any]:
     """The two operators; those of another copy of this file are used if they are there."""
     space = torch.ops.dplrgen
-    library = torch.library.Library("dplrgen", "FRAGMENT")
+    library = globals().get("_LIBRARY")  # a file loaded again in place keeps what it registered
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
     if not hasattr(space, forward):
+        library = torch.library.Library("dplrgen", "FRAGMENT")
         results = ", ".join(["Tensor"] * (2 + _SAVED))
         library.define(f"{forward}({_TENSORS}, float scale, bool output_final_state, bool save) -> ({results})")
         results = ", ".join(["Tensor"] * (len(_STREAMS) + 1))

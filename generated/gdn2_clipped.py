@@ -3,11 +3,11 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program c2fb23d9:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 20850493:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
-#     alpha = exp(min(log(exp(g)), -log((0.5 * ((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + sqrt(((((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + -2) * ((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + -2)) + ((2 * (sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j))))) * sum_K(((((eta * k) /0 sqrt(sum_K(((eta * k) * (eta * k))))) + -(j /0 sqrt(sum_K((j * j))))) * (((eta * k) /0 sqrt(sum_K(((eta * k) * (eta * k))))) + -(j /0 sqrt(sum_K((j * j)))))))))))))))
+#     alpha = exp(min(log(exp(g)), -log((0.5 * ((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + sqrt(((((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + -2.0) * ((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + -2.0)) + ((2.0 * (sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j))))) * sum_K(((((eta * k) /0 sqrt(sum_K(((eta * k) * (eta * k))))) + -(j /0 sqrt(sum_K((j * j))))) * (((eta * k) /0 sqrt(sum_K(((eta * k) * (eta * k))))) + -(j /0 sqrt(sum_K((j * j)))))))))))))))
 #     q = q
 #     a = j
 #     b = eta * k
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_c2fb23d9"
+_NAME = "gdn2_clipped_20850493"
 
 
 def _jit(function: Any) -> Any:
@@ -377,9 +377,9 @@ def _forward_prepare(
         x18 += tl.sum((x16 * x16), 1)
     # x9 = x5 * x8
     x9 = x5 * x8
-    # x10 = x9 + -2
+    # x10 = x9 + -2.0
     x10 = x9 + -2.0
-    # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2 * x9) * x18))))))
+    # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     x25 = -tl.log((0.5 * (x9 + tl.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     x33 = tl.zeros([C, C, ], tl.float32)
     x34 = tl.zeros([C, C, ], tl.float32)
@@ -586,9 +586,9 @@ def _forward_prepare_1(
         x18 += tl.sum((x16 * x16), 1)
     # x9 = x5 * x8
     x9 = x5 * x8
-    # x10 = x9 + -2
+    # x10 = x9 + -2.0
     x10 = x9 + -2.0
-    # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2 * x9) * x18))))))
+    # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     x25 = -tl.log((0.5 * (x9 + tl.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     Aqk = tl.zeros([C, C, ], tl.float32)
     Aqa = tl.zeros([C, C, ], tl.float32)
@@ -876,9 +876,9 @@ def _backward_prepare(
         x19 += tl.sum((x17 * x17), 1)
     # x10 = x6 * x9
     x10 = x6 * x9
-    # x11 = x10 + -2
+    # x11 = x10 + -2.0
     x11 = x10 + -2.0
-    # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2 * x10) * x19))))))
+    # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
     x26 = -tl.log((0.5 * (x10 + tl.sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
     M4 = _load_rows(M4_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -1155,13 +1155,13 @@ def _backward_finish(
     x9 = tl.sqrt(x8)
     # x10 = x6 * x9
     x10 = x6 * x9
-    # x11 = x10 + -2
+    # x11 = x10 + -2.0
     x11 = x10 + -2.0
     # x17 = (x3 /0 x6) + -(j /0 x9)
     x17 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None])) + (-tl.where(x9[:, None] == 0, 0.0, j / tl.where(x9[:, None] == 0, 1.0, x9[:, None])))
     # x19 = sum_K((x17 * x17))
     x19 = tl.sum((x17 * x17), 1)
-    # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2 * x10) * x19))))))
+    # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
     x26 = -tl.log((0.5 * (x10 + tl.sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
     # x27 = min(g, x26)
@@ -1365,9 +1365,9 @@ def _backward_finish_1(
     x9 = tl.sqrt(x8)
     # x10 = x6 * x9
     x10 = x6 * x9
-    # x11 = x10 + -2
+    # x11 = x10 + -2.0
     x11 = x10 + -2.0
-    # x13 = 2 * x10
+    # x13 = 2.0 * x10
     x13 = 2.0 * x10
     # x14 = x3 /0 x6
     x14 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))
@@ -1516,7 +1516,7 @@ def _backward_finish_1(
     x94 = (x82 + x89) + x93[None, :]
     # x95 = [g <~ x26]
     x95 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
-    # x99 = sum_K((x94 * (1 + -x95)))
+    # x99 = sum_K((x94 * (1.0 + -x95)))
     x99 = tl.sum((x94 * (1.0 + (-x95))), 1)
     # x101 = (x99 / x24) * 0.5
     x101 = (x99 / x24) * 0.5
@@ -1526,7 +1526,7 @@ def _backward_finish_1(
     x107 = (x104 * x13)[:, None] * (x17 + x17)
     # x110 = sum_K(((x107 * x14) /0 x6))
     x110 = tl.sum(tl.where(x6[:, None] == 0, 0.0, (x107 * x14) / tl.where(x6[:, None] == 0, 1.0, x6[:, None])), 1)
-    # x121 = (-x101 + ((x104 * x19) * 2)) + (x104 * (((x6 * (x9 + x9)) + -2) + -2))
+    # x121 = (-x101 + ((x104 * x19) * 2.0)) + (x104 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
     x121 = ((-x101) + ((x104 * x19) * 2.0)) + (x104 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
     # x132 = (((((0.5 * (-x110 + (x121 * x9))) /0 x6) * (eta * (k + k))) + x68) + (x107 /0 x6)) + x67
     x132 = (((tl.where(x6 == 0, 0.0, (0.5 * ((-x110) + (x121 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + x68) + tl.where(x6[:, None] == 0, 0.0, x107 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x67
@@ -2065,7 +2065,13 @@ def _valid(x: Tensor, T: int, dim: int | None) -> Tensor:
     if dim is None:
         return x
     C, NT = x.shape[dim], x.shape[1]
-    inside = (torch.arange(NT * C, device=x.device) < T).view(NT, 1, C, *[1] * (-1 - dim))
+    inside = (torch.arange(NT * C, device=x.device) < T).view(NT, 1, *[1] * (x.dim() - 3 + dim), C, *[1] * (-1 - dim))
+    return torch.where(inside, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _valid_chunk(x: Tensor, rows: int, dim: int) -> Tensor:
+    """The same for one chunk, [B, HV] before the tile, of which that many rows are tokens."""
+    inside = (torch.arange(x.shape[dim], device=x.device) < rows).view(-1, *[1] * (-1 - dim))
     return torch.where(inside, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -2203,11 +2209,11 @@ def _forward_torch(
     x18 = x17.sum(-1)
     # x9 = x5 * x8
     x9 = x5 * x8
-    # x10 = x9 + -2
+    # x10 = x9 + -2.0
     x10 = x9 + -2.0
     # x11 = x10 * x10
     x11 = x10 * x10
-    # x12 = 2 * x9
+    # x12 = 2.0 * x9
     x12 = 2.0 * x9
     # x19 = x12 * x18
     x19 = x12 * x18
@@ -2374,11 +2380,11 @@ def _backward_torch(
     x19 = x18.sum(-1)
     # x10 = x6 * x9
     x10 = x6 * x9
-    # x11 = x10 + -2
+    # x11 = x10 + -2.0
     x11 = x10 + -2.0
     # x12 = x11 * x11
     x12 = x11 * x11
-    # x13 = 2 * x10
+    # x13 = 2.0 * x10
     x13 = 2.0 * x10
     # x20 = x13 * x19
     x20 = x13 * x19
@@ -2576,7 +2582,7 @@ def _backward_torch(
         # x95 = [g <~ x26]
         x95 = (x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
     if needs & 38:
-        # x99 = sum_K((x94 * (1 + -x95)))
+        # x99 = sum_K((x94 * (1.0 + -x95)))
         x99 = (x94 * (1.0 + (-x95))).sum(-1)
         # x101 = (x99 / x24) * 0.5
         x101 = (x99 / x24) * 0.5
@@ -2588,7 +2594,7 @@ def _backward_torch(
         # x110 = sum_K(((x107 * x14) /0 x6))
         x110 = torch.where(x6[..., :, None] == 0, 0, (x107 * x14) / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None])).sum(-1)
     if needs & 38:
-        # x121 = (-x101 + ((x104 * x19) * 2)) + (x104 * (((x6 * (x9 + x9)) + -2) + -2))
+        # x121 = (-x101 + ((x104 * x19) * 2.0)) + (x104 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
         x121 = ((-x101) + ((x104 * x19) * 2.0)) + (x104 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
     if needs & 34:
         # x132 = (((((0.5 * (-x110 + (x121 * x9))) /0 x6) * (eta * (k + k))) + x68) + (x107 /0 x6)) + x67
@@ -2699,9 +2705,10 @@ def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: Any) -> 
 def _register() -> tuple[Any, Any, Any]:
     """The two operators; those of another copy of this file are used if they are there."""
     space = torch.ops.dplrgen
-    library = torch.library.Library("dplrgen", "FRAGMENT")
+    library = globals().get("_LIBRARY")  # a file loaded again in place keeps what it registered
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
     if not hasattr(space, forward):
+        library = torch.library.Library("dplrgen", "FRAGMENT")
         results = ", ".join(["Tensor"] * (2 + _SAVED))
         library.define(f"{forward}({_TENSORS}, float scale, bool output_final_state, bool save) -> ({results})")
         results = ", ".join(["Tensor"] * (len(_STREAMS) + 1))
@@ -2808,7 +2815,7 @@ def gdn2_clipped(
 
     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T,  o_t = scale * S_t q_t, with
 
-        alpha = exp(min(log(exp(g)), -log((0.5 * ((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + sqrt(((((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + -2) * ((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + -2)) + ((2 * (sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j))))) * sum_K(((((eta * k) /0 sqrt(sum_K(((eta * k) * (eta * k))))) + -(j /0 sqrt(sum_K((j * j))))) * (((eta * k) /0 sqrt(sum_K(((eta * k) * (eta * k))))) + -(j /0 sqrt(sum_K((j * j)))))))))))))))
+        alpha = exp(min(log(exp(g)), -log((0.5 * ((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + sqrt(((((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + -2.0) * ((sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j)))) + -2.0)) + ((2.0 * (sqrt(sum_K(((eta * k) * (eta * k)))) * sqrt(sum_K((j * j))))) * sum_K(((((eta * k) /0 sqrt(sum_K(((eta * k) * (eta * k))))) + -(j /0 sqrt(sum_K((j * j))))) * (((eta * k) /0 sqrt(sum_K(((eta * k) * (eta * k))))) + -(j /0 sqrt(sum_K((j * j)))))))))))))))
         q = q
         a = j
         b = eta * k

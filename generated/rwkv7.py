@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program ea4debed:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 23f35ae8:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7"]
 
-_NAME = "rwkv7_ea4debed"
+_NAME = "rwkv7_23f35ae8"
 
 
 def _jit(function: Any) -> Any:
@@ -714,10 +714,10 @@ def _backward_prepare(
         # KT = k * x24
         KT = k * x24
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x80 = sum[all](g)
-        x80 = tl.sum(g, 0)
-        # Gc = exp(x80)
-        Gc = tl.exp(x80)
+        # x74 = sum[all](g)
+        x74 = tl.sum(g, 0)
+        # Gc = exp(x74)
+        Gc = tl.exp(x74)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # x19 = sum[to](g)
         x19 = _sums(_keep_to(row), g, GATE_PARTS)
@@ -808,14 +808,14 @@ def _backward_scan(
         _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x83 = KT^T @ v
-        x83 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x88 = KT^T @ v
+        x88 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x85 = AT^T @ x6
-        x85 = _dot(tl.trans(AT), x6, DOT, PRECISION)
+        # x90 = AT^T @ x6
+        x90 = _dot(tl.trans(AT), x6, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x83) + x85
-        S_next = ((S * Gc[:, None]) + x83) + x85
+        # S_next = ((S * Gc) + x88) + x90
+        S_next = ((S * Gc[:, None]) + x88) + x90
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -884,15 +884,15 @@ def _backward_reverse(
         x34 = (-x30) + x33
         _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x87 = W^T @ x34
-        x87 = _dot(tl.trans(W), x34, RANGE, PRECISION)
+        # x92 = W^T @ x34
+        x92 = _dot(tl.trans(W), x34, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x90 = QL^T @ do
-        x90 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        # x95 = QL^T @ do
+        x95 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + -x87) + x90
-        dS_prev = ((dS * Gc[:, None]) + (-x87)) + x90
+        # dS_prev = ((dS * Gc) + -x92) + x95
+        dS_prev = ((dS * Gc[:, None]) + (-x92)) + x95
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -921,7 +921,7 @@ def _backward_finish(
     x45_out,
     x52_out,
     x56_out,
-    x81_out,
+    x75_out,
     scale,
     T,
     NT,
@@ -1005,10 +1005,10 @@ def _backward_finish(
         x51 += _dot(x35, tl.trans(S), RANGE, PRECISION)
         # x55 = x6 @ dS^T
         x55 += _dot(x6, tl.trans(dS), RANGE, PRECISION)
-        # x79 = dS * S
-        x79 = dS * S
-        # dGc = sum_V(x79)
-        dGc += tl.sum(x79, 1)
+        # x73 = dS * S
+        x73 = dS * S
+        # dGc = sum_V(x73)
+        dGc += tl.sum(x73, 1)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x36_out + tile * C * C, x36, row, row, C, C, C, True)
@@ -1035,9 +1035,9 @@ def _backward_finish(
     x56 = x55 * x24
     _store_rows(x56_out + tile * C * K, x56, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x81 = dGc * Gc
-    x81 = dGc * Gc
-    tl.store(x81_out + tile * K + col_k, x81, mask=col_k < K)
+    # x75 = dGc * Gc
+    x75 = dGc * Gc
+    tl.store(x75_out + tile * K + col_k, x75, mask=col_k < K)
 
 
 @_jit
@@ -1055,7 +1055,7 @@ def _backward_finish_1(
     x45_ptr,
     x52_ptr,
     x56_ptr,
-    x81_ptr,
+    x75_ptr,
     dq_out,
     dk_out,
     da_out,
@@ -1107,13 +1107,13 @@ def _backward_finish_1(
         b = _load_rows(b_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        x17 = tl.zeros([C, BK, ], tl.float32)
+        x16 = tl.zeros([C, BK, ], tl.float32)
         a = _load_rows(a_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         x39 = tl.zeros([C, BK, ], tl.float32)
         x50 = tl.zeros([C, BK, ], tl.float32)
         x61 = tl.zeros([C, BK, ], tl.float32)
-        # x17 = gram_dx(dAqa, b; g, to, strict=True)
-        # x17 = gram_dx(dAqk, k; g, to, strict=True)
+        # x16 -= gram_dx(dAqa, b; g, to, strict=True)
+        # x16 -= gram_dx(dAqk, k; g, to, strict=True)
         # x50 -= gram_dx(x45, b; g, before, strict=True)
         # x50 -= gram_dx(x36, k; g, before, strict=True)
         # x39 = gram_dy(dAqk, x26; g, to, strict=True)
@@ -1129,7 +1129,7 @@ def _backward_finish_1(
         cotangent_1_16 = _diagonal_blocks(dAqk, C)
         cotangent_2_16 = _diagonal_blocks(x36, C)
         cotangent_3_16 = _diagonal_blocks(x45, C)
-        x17_16 = _block_zeros(C, BK)
+        x16_16 = _block_zeros(C, BK)
         x50_16 = _block_zeros(C, BK)
         x39_16 = _block_zeros(C, BK)
         x61_16 = _block_zeros(C, BK)
@@ -1146,8 +1146,8 @@ def _backward_finish_1(
             cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
             cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
             cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-            x17_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x17_16 += decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x16_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
             x50_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
             x50_16 -= decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
             x39_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
@@ -1165,15 +1165,15 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
         left_3_16 = (operand_3_16 * decay_before_left_16).to(DOT)
-        x17_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x17_16 += decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x16_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
         x50_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
         x50_16 -= decay_before_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
         x39_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
         x39_16 -= decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         x61_16 -= decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
         x61_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x17 += tl.reshape(x17_16, [C, BK])
+        x16 += tl.reshape(x16_16, [C, BK])
         x50 += tl.reshape(x50_16, [C, BK])
         x39 += tl.reshape(x39_16, [C, BK])
         x61 += tl.reshape(x61_16, [C, BK])
@@ -1189,8 +1189,8 @@ def _backward_finish_1(
             cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
             cotangent_2_edge = tl.where(edge, x36, 0.0).to(DOT)
             cotangent_3_edge = tl.where(edge, x45, 0.0).to(DOT)
-            x17 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x17 += decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+            x16 -= decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x16 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
             x50 -= decay_before * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
             x50 -= decay_before * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
             x39 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
@@ -1208,8 +1208,8 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(DOT)
             left_2 = (x26 * decay_left).to(DOT)
             left_3 = (a * decay_before_left).to(DOT)
-            x17 += decay_left * _dot(dAqa, right_0, DOT, PRECISION)
-            x17 += decay_left * _dot(dAqk, right_1, DOT, PRECISION)
+            x16 -= decay_left * _dot(dAqa, right_0, DOT, PRECISION)
+            x16 -= decay_left * _dot(dAqk, right_1, DOT, PRECISION)
             x50 -= decay_before_left * _dot(x45, right_0, DOT, PRECISION)
             x50 -= decay_before_left * _dot(x36, right_1, DOT, PRECISION)
             x39 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
@@ -1217,8 +1217,8 @@ def _backward_finish_1(
             x61 -= decay_right * _dot(tl.trans(dAqa), left_2, DOT, PRECISION)
             x61 += decay_right * _dot(tl.trans(x45), left_3, DOT, PRECISION)
         x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((((x7 * b) + (x9 * k)) + x17) + x21) * scale
-        dq = ((((x7[:, None] * b) + (x9[:, None] * k)) + x17) + x21) * scale
+        # dq = ((((x7 * b) + (x9 * k)) + -x16) + x21) * scale
+        dq = ((((x7[:, None] * b) + (x9[:, None] * k)) + (-x16)) + x21) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
         x25 = _load_rows(x25_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1236,15 +1236,15 @@ def _backward_finish_1(
         db = ((x7[:, None] * x26) + x56) + (-x61)
         if NEED & 16:
             _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x70 = sum[from]((((x26 * (x17 + x21)) + -(k * x39)) + (b * x61)))
-        x70 = _running_from((((x26 * (x17 + x21)) + (-(k * x39))) + (b * x61)), row, EXACT)
-        # x72 = sum[after]((a * da))
-        x72 = _running_after((a * da), row, EXACT)
-        # x77 = sum[before](((x25 * k) + (x56 * b)))
-        x77 = _running_before(((x25 * k) + (x56 * b)), row, EXACT)
-        x81 = tl.load(x81_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = ((x70 + x72) + x77) + x81
-        dg = ((x70 + x72) + x77) + x81[None, :]
+        # x67 = sum[after](-(a * (x52 + -x50)))
+        x67 = _running_after((-(a * (x52 + (-x50)))), row, EXACT)
+        # x71 = sum[before](((x25 * k) + (x56 * b)))
+        x71 = _running_before(((x25 * k) + (x56 * b)), row, EXACT)
+        # x85 = sum[from]((((x26 * (x16 + -x21)) + (k * x39)) + -(b * x61)))
+        x85 = _running_from((((x26 * (x16 + (-x21))) + (k * x39)) + (-(b * x61))), row, EXACT)
+        x75 = tl.load(x75_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = ((x67 + x71) + x75) + -x85
+        dg = ((x67 + x71) + x75[None, :]) + (-x85)
         if NEED & 32:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
 
@@ -1630,7 +1630,7 @@ def _backward_triton(
             x45 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x52 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x56 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x81 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x75 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1655,7 +1655,7 @@ def _backward_triton(
                 x45,
                 x52,
                 x56,
-                x81,
+                x75,
                 scale,
                 T,
                 NT,
@@ -1683,7 +1683,7 @@ def _backward_triton(
                 x45,
                 x52,
                 x56,
-                x81,
+                x75,
                 dq,
                 dk,
                 da,
@@ -1746,7 +1746,13 @@ def _valid(x: Tensor, T: int, dim: int | None) -> Tensor:
     if dim is None:
         return x
     C, NT = x.shape[dim], x.shape[1]
-    inside = (torch.arange(NT * C, device=x.device) < T).view(NT, 1, C, *[1] * (-1 - dim))
+    inside = (torch.arange(NT * C, device=x.device) < T).view(NT, 1, *[1] * (x.dim() - 3 + dim), C, *[1] * (-1 - dim))
+    return torch.where(inside, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _valid_chunk(x: Tensor, rows: int, dim: int) -> Tensor:
+    """The same for one chunk, [B, HV] before the tile, of which that many rows are tokens."""
+    inside = (torch.arange(x.shape[dim], device=x.device) < rows).view(-1, *[1] * (-1 - dim))
     return torch.where(inside, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -1973,10 +1979,10 @@ def _backward_torch(
     if needs & 61:
         # KT = k * x24
         KT = k * x24
-    # x80 = sum[all](g)
-    x80 = g.sum(-2)
-    # Gc = exp(x80)
-    Gc = torch.exp(x80)
+    # x74 = sum[all](g)
+    x74 = g.sum(-2)
+    # Gc = exp(x74)
+    Gc = torch.exp(x74)
     if needs & 126:
         # x26 = scale * q
         x26 = scale * q
@@ -2013,12 +2019,12 @@ def _backward_torch(
             x5 = W_here @ S
             # x6 = U + x5
             x6 = U_here + x5
-            # x83 = KT^T @ v
-            x83 = KT_here.mT @ v_here
-            # x85 = AT^T @ x6
-            x85 = AT_here.mT @ x6
-            # S_next = ((S * Gc) + x83) + x85
-            S_next = ((S * Gc_here[..., :, None]) + x83) + x85
+            # x88 = KT^T @ v
+            x88 = KT_here.mT @ v_here
+            # x90 = AT^T @ x6
+            x90 = AT_here.mT @ x6
+            # S_next = ((S * Gc) + x88) + x90
+            S_next = ((S * Gc_here[..., :, None]) + x88) + x90
             x6_all.append(x6)
             S = S_next
         end_S = S
@@ -2040,12 +2046,12 @@ def _backward_torch(
             x30 = AT_here @ dS
             # x34 = -x30 + x33
             x34 = (-x30) + x33_here
-            # x87 = W^T @ x34
-            x87 = W_here.mT @ x34
-            # x90 = QL^T @ do
-            x90 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + -x87) + x90
-            dS_prev = ((dS * Gc_here[..., :, None]) + (-x87)) + x90
+            # x92 = W^T @ x34
+            x92 = W_here.mT @ x34
+            # x95 = QL^T @ do
+            x95 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + -x92) + x95
+            dS_prev = ((dS * Gc_here[..., :, None]) + (-x92)) + x95
             x34_all.append(x34)
             dS = dS_prev
         end_dS = dS
@@ -2091,10 +2097,10 @@ def _backward_torch(
         # x55 = x6 @ dS^T
         x55 = x6 @ dS.mT
     if needs & 32:
-        # x79 = dS * S
-        x79 = dS * S
-        # dGc = sum_V(x79)
-        dGc = x79.sum(-1)
+        # x73 = dS * S
+        x73 = dS * S
+        # dGc = sum_V(x73)
+        dGc = x73.sum(-1)
     if needs & 33:
         # x21 = dQL * x20
         x21 = dQL * x20
@@ -2108,8 +2114,8 @@ def _backward_torch(
         # x56 = x55 * x24
         x56 = x55 * x24
     if needs & 32:
-        # x81 = dGc * Gc
-        x81 = dGc * Gc
+        # x75 = dGc * Gc
+        x75 = dGc * Gc
     if needs & 17:
         # x7 = diagonal(dAqa)
         x7 = dAqa.diagonal(dim1=-2, dim2=-1)
@@ -2121,11 +2127,11 @@ def _backward_torch(
         x12 = _gram_dx(dAqa, b, g, False)
         # x14 = gram_dx(dAqk, k; g, to, strict=True)
         x14 = _gram_dx(dAqk, k, g, False)
-        # x17 = -(-x12 + -x14)
-        x17 = -((-x12) + (-x14))
+        # x16 = -x12 + -x14
+        x16 = (-x12) + (-x14)
     if needs & 1:
-        # dq = ((((x7 * b) + (x9 * k)) + x17) + x21) * scale
-        dq = ((((x7[..., :, None] * b) + (x9[..., :, None] * k)) + x17) + x21) * scale
+        # dq = ((((x7 * b) + (x9 * k)) + -x16) + x21) * scale
+        dq = ((((x7[..., :, None] * b) + (x9[..., :, None] * k)) + (-x16)) + x21) * scale
     if needs & 34:
         # x29 = gram_dy(dAqk, x26; g, to, strict=True)
         x29 = _gram_dy(dAqk, x26, g, False)
@@ -2141,8 +2147,11 @@ def _backward_torch(
         x46 = _gram_dx(x45, b, g, True)
         # x48 = gram_dx(x36, k; g, before, strict=True)
         x48 = _gram_dx(x36, k, g, True)
-        # da = (-x46 + -x48) + -x52
-        da = ((-x46) + (-x48)) + (-x52)
+        # x50 = -x46 + -x48
+        x50 = (-x46) + (-x48)
+    if needs & 8:
+        # da = x50 + -x52
+        da = x50 + (-x52)
     if needs & 48:
         # x58 = gram_dy(dAqa, x26; g, to, strict=True)
         x58 = _gram_dy(dAqa, x26, g, False)
@@ -2154,14 +2163,14 @@ def _backward_torch(
         # db = ((x7 * x26) + x56) + -x61
         db = ((x7[..., :, None] * x26) + x56) + (-x61)
     if needs & 32:
-        # x70 = sum[from]((((x26 * (x17 + x21)) + -(k * x39)) + (b * x61)))
-        x70 = _run((((x26 * (x17 + x21)) + (-(k * x39))) + (b * x61)), 'from')
-        # x72 = sum[after]((a * da))
-        x72 = _run((a * da), 'after')
-        # x77 = sum[before](((x25 * k) + (x56 * b)))
-        x77 = _run(((x25 * k) + (x56 * b)), 'before')
-        # dg = ((x70 + x72) + x77) + x81
-        dg = ((x70 + x72) + x77) + x81[..., None, :]
+        # x67 = sum[after](-(a * (x52 + -x50)))
+        x67 = _run((-(a * (x52 + (-x50)))), 'after')
+        # x71 = sum[before](((x25 * k) + (x56 * b)))
+        x71 = _run(((x25 * k) + (x56 * b)), 'before')
+        # x85 = sum[from]((((x26 * (x16 + -x21)) + (k * x39)) + -(b * x61)))
+        x85 = _run((((x26 * (x16 + (-x21))) + (k * x39)) + (-(b * x61))), 'from')
+        # dg = ((x67 + x71) + x75) + -x85
+        dg = ((x67 + x71) + x75[..., None, :]) + (-x85)
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),
@@ -2252,9 +2261,10 @@ def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: Any) -> 
 def _register() -> tuple[Any, Any, Any]:
     """The two operators; those of another copy of this file are used if they are there."""
     space = torch.ops.dplrgen
-    library = torch.library.Library("dplrgen", "FRAGMENT")
+    library = globals().get("_LIBRARY")  # a file loaded again in place keeps what it registered
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
     if not hasattr(space, forward):
+        library = torch.library.Library("dplrgen", "FRAGMENT")
         results = ", ".join(["Tensor"] * (2 + _SAVED))
         library.define(f"{forward}({_TENSORS}, float scale, bool output_final_state, bool save) -> ({results})")
         results = ", ".join(["Tensor"] * (len(_STREAMS) + 1))
