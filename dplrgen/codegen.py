@@ -21,7 +21,7 @@ from dplrgen.passes import literal, terms
 from dplrgen.schedule import TREE, Kernel, Plan, contracts, is_leaf
 from dplrgen.variants import Variant
 
-__all__ = ["Plans", "digest", "emit", "plans", "render", "write_if_changed"]
+__all__ = ["VERSION", "Plans", "digest", "emit", "plans", "render", "storage", "write_if_changed"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 VERSION = "0.1.0"
@@ -124,8 +124,13 @@ def _triton_run(n: Node, args: list[str]) -> str:
     if len(axes) == 1:
         return f"_sums_of_numbers(_keep_{over}(row), {args[0]})"
     if _is_exponent(n):
-        return f"_sums(_keep_{over}(row), {args[0]}, GATE_PARTS)"
+        return f"_sums(_keep_{over}(row), {args[0]}, {_parts(n.args[0])})"
     return f"_running_{over}({args[0]}, row, EXACT)"
+
+
+def _parts(g: Node) -> str:
+    """How a log-decay is split for exact sums: an input by its dtype, what is computed from inputs as float32."""
+    return "GATE_PARTS" if g.op == "input" else "FLOAT_PARTS"
 
 
 def _is_exponent(n: Node) -> bool:
@@ -271,9 +276,7 @@ def _inlinable(nodes: Iterable[Node], keep: set[Node]) -> set[Node]:
             continue
         reader = readers[n]
         prints_once = reader.op not in TREE and (not OPS[reader.op].elementwise or _prints_once(reader, n))
-        if OPS[n.op].elementwise and prints_once and contracts(reader) == contracts(n):
-            out.add(n)
-        elif literal(n) is not None:
+        if (OPS[n.op].elementwise and prints_once and contracts(reader) == contracts(n)) or literal(n) is not None:
             out.add(n)
     return out
 
@@ -318,7 +321,7 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
         "blocks": blocks,
         "state": state,
         "step": kernel.step,
-        "reads_scale": "scale" in used or "scale" in str([b for b in blocks]),
+        "reads_scale": "scale" in used or "scale" in str(blocks),
         "has_tree": has_tree,
         "serves": kernel.serves,
         "whole_k": kernel.whole_k,
@@ -511,7 +514,7 @@ def _tree(plan: Plan, group: list[tuple[str, int, Node]], local: Mapping[Node, s
             dys.append(entry | {"left": operand(second, side, "left")})
     info = {
         "g": text(group[0][2].args[2]),
-        "parts": "GATE_PARTS",
+        "parts": _parts(group[0][2].args[2]),
         "decayed": [(name, *key) for key, name in decayed.items()],
         "label": label,
         "source": {name: expression for expression, name in cotangents.items()},
@@ -563,7 +566,11 @@ def torch_context(plan: Plan, signature: Mapping[str, tuple[str, Axes]]) -> list
                 bound[n] = name
         state = None
         if kernel.state:
-            state = {"name": plan.names[kernel.state[0]], "next": writer._operand(kernel.state[1], local), "keep": kernel.keep_state}
+            state = {
+                "name": plan.names[kernel.state[0]],
+                "next": writer._operand(kernel.state[1], local),
+                "keep": kernel.keep_state,
+            }
         stores = [plan.names[n] for n in kernel.stores]
         for n in kernel.stores:
             bound[n] = plan.names[n]
@@ -571,8 +578,20 @@ def torch_context(plan: Plan, signature: Mapping[str, tuple[str, Axes]]) -> list
         for line in lines:
             served |= line.info["serves"]
         guard = 0 if len(plan.program.carried) == 1 else _needs(plan, served)
-        groups.append({"guard": guard, "runs": _runs(plan, lines, scan), "name": kernel.name, "scan": scan, "sliced": sliced, "lines": lines, "state": state, "stores": stores,
-                       "step": kernel.step, "serves": kernel.serves})
+        groups.append(
+            {
+                "guard": guard,
+                "runs": _runs(plan, lines, scan),
+                "name": kernel.name,
+                "scan": scan,
+                "sliced": sliced,
+                "lines": lines,
+                "state": state,
+                "stores": stores,
+                "step": kernel.step,
+                "serves": kernel.serves,
+            }
+        )
     return groups
 
 
@@ -662,7 +681,13 @@ def _render(variant: Variant) -> str:
         "digest": _PLACE,
         "version": VERSION,
         "inputs": [
-            {"name": name, "heads": heads, "axes": axes, "role": dict(n.attrs)["role"]}
+            {
+                "name": name,
+                "heads": heads,
+                "axes": axes,
+                "role": dict(n.attrs)["role"],
+                "log_decay": variant.decay.op == "exp" and variant.decay.args[0] is n,
+            }
             for n, (name, heads, axes) in zip(variant.inputs, variant.signature(), strict=True)
         ],
         "forward": ahead,

@@ -6,6 +6,7 @@ torch.compile needs from the package: the ops exist before a call is traced.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import os
@@ -84,6 +85,7 @@ def load_variant(reference: str) -> Variant:
     if spec is None or spec.loader is None:
         raise BindingError(f"{reference}: {file!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # a dataclass in the file looks itself up there
     try:
         spec.loader.exec_module(module)
     except BindingError:
@@ -94,5 +96,8 @@ def load_variant(reference: str) -> Variant:
     variant = getattr(module, attribute, None)
     if not isinstance(variant, Variant):
         found = "nothing" if variant is None else type(variant).__name__
-        raise BindingError(f"{reference}: {attribute!r} must be a dplrgen.Variant, found {found}")
+        there = [name for name, value in vars(module).items() if isinstance(value, Variant)]
+        near = difflib.get_close_matches(attribute, there, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near and variant is None else ""
+        raise BindingError(f"{reference}: {attribute!r} must be a dplrgen.Variant, found {found}{hint}")
     return variant

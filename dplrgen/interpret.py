@@ -25,7 +25,9 @@ def evaluate(roots: list[Node], leaves: Mapping[str, Tensor | float]) -> dict[No
     sizes: dict[str, int] = {}
     for n in order:
         if n.op == "input":
-            sizes |= zip(n.axes, torch.as_tensor(leaves[n.attr("name")]).shape[-len(n.axes) :] if n.axes else (), strict=True)
+            sizes |= zip(
+                n.axes, torch.as_tensor(leaves[n.attr("name")]).shape[-len(n.axes) :] if n.axes else (), strict=True
+            )
     for n in order:
         if n.op in ("input", "param"):
             values[n] = torch.as_tensor(leaves[n.attr("name")], dtype=reference.dtype)
@@ -33,7 +35,7 @@ def evaluate(roots: list[Node], leaves: Mapping[str, Tensor | float]) -> dict[No
             values[n] = torch.tensor(n.attr("value"), dtype=reference.dtype)
         elif n.op == "spread":
             x, shape = _align(values[n.args[0]], n.args[0].axes, n.axes), [sizes[a] for a in n.axes]
-            values[n] = x.expand(torch.broadcast_shapes(x.shape, shape))
+            values[n] = x.expand([*x.shape[: x.dim() - len(shape)], *shape])
         else:
             values[n] = _apply(n, [values[a] for a in n.args], reference)
     return values
@@ -126,16 +128,19 @@ def _lower(n: Tensor) -> Tensor:
 
 
 def _solve(n: Node, args: list[Tensor]) -> Tensor:
-    return torch.linalg.solve_triangular(_lower(args[0]), args[1], upper=False, unitriangular=True)
+    solved: Tensor = torch.linalg.solve_triangular(_lower(args[0]), args[1], upper=False, unitriangular=True)
+    return solved
 
 
 def _solve_t(n: Node, args: list[Tensor]) -> Tensor:
-    return torch.linalg.solve_triangular(_lower(args[0]).mT, args[1], upper=True, unitriangular=True)
+    solved: Tensor = torch.linalg.solve_triangular(_lower(args[0]).mT, args[1], upper=True, unitriangular=True)
+    return solved
 
 
 def _inverse(n: Node, args: list[Tensor]) -> Tensor:
     identity = torch.eye(args[0].shape[-1], dtype=args[0].dtype, device=args[0].device).expand_as(args[0])
-    return torch.linalg.solve_triangular(_lower(args[0]), identity, upper=False, unitriangular=True)
+    solved: Tensor = torch.linalg.solve_triangular(_lower(args[0]), identity, upper=False, unitriangular=True)
+    return solved
 
 
 def _sum(n: Node, args: list[Tensor]) -> Tensor:

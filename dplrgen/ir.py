@@ -38,12 +38,14 @@ __all__ = [
     "key",
     "leaf",
     "log",
+    "matmul",
     "minimum",
     "node",
     "norm",
     "param",
     "register",
     "safe_div",
+    "show",
     "sigmoid",
     "sqrt",
     "substitute",
@@ -392,13 +394,50 @@ register(Op("mask", 1, _square, "mask({0}, strict={strict})", at_zero=lambda x, 
 register(Op("run", 1, _running, "sum[{over}]({0})", at_zero=lambda x, **a: x))
 # Its derivatives gram_dx(d, y; g) and gram_dy(d, x; g) read d below the diagonal only.
 # gram[i, j] = sum_K x_i y_j exp(sum of g over j+1..i), j <= i (j < i if strict). left = before: over j+1..i-1.
-register(Op("gram", 3, _gram, "gram({0}, {1}; {2}, {left}, strict={strict})", at_zero=lambda x, y, g, **a: x * y, cost="product"))
-register(Op("gram_dx", 3, _gram_vjp, "gram_dx({0}, {1}; {2}, {left}, strict={strict})", at_zero=lambda x, y, g, **a: x * y, cost="product"))
-register(Op("gram_dy", 3, _gram_vjp, "gram_dy({0}, {1}; {2}, {left}, strict={strict})", at_zero=lambda x, y, g, **a: x * y, cost="product"))
+register(
+    Op(
+        "gram",
+        3,
+        _gram,
+        "gram({0}, {1}; {2}, {left}, strict={strict})",
+        at_zero=lambda x, y, g, **a: x * y,
+        cost="product",
+    )
+)
+register(
+    Op(
+        "gram_dx",
+        3,
+        _gram_vjp,
+        "gram_dx({0}, {1}; {2}, {left}, strict={strict})",
+        at_zero=lambda x, y, g, **a: x * y,
+        cost="product",
+    )
+)
+register(
+    Op(
+        "gram_dy",
+        3,
+        _gram_vjp,
+        "gram_dy({0}, {1}; {2}, {left}, strict={strict})",
+        at_zero=lambda x, y, g, **a: x * y,
+        cost="product",
+    )
+)
 # A C x C tile with its columns scaled by one number a token.
-register(Op("columns", 2, lambda operands, attrs: _square(operands[:1], attrs), "({0} * {1}^T)", at_zero=lambda x, y, **a: x * y))
+register(
+    Op(
+        "columns",
+        2,
+        lambda operands, attrs: _square(operands[:1], attrs),
+        "({0} * {1}^T)",
+        at_zero=lambda x, y, **a: x * y,
+    )
+)
 # The diagonal of a C x C tile.
-register(Op("diagonal", 1, lambda operands, attrs: _square(operands, attrs)[:1], "diagonal({0})", at_zero=lambda x, **a: x))
+register(
+    Op("diagonal", 1, lambda operands, attrs: _square(operands, attrs)[:1], "diagonal({0})", at_zero=lambda x, **a: x)
+)
 # The same decay for one number a head: exp(sum of g over j+1..i), masked.
 register(Op("pair", 1, _pair, "pair({0}, {left}, strict={strict})", at_zero=lambda x, **a: 1.0))
 # (I + N)^-1 X and its transpose, N strictly lower triangular.

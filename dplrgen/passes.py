@@ -41,10 +41,18 @@ __all__ = [
     "Rule",
     "chunkify",
     "count",
+    "factors",
     "hoist_rules",
+    "lift",
+    "literal",
     "mask_padding",
+    "product",
     "rewrite",
+    "spread",
     "stabilized",
+    "terms",
+    "total",
+    "zero",
 ]
 
 RuleFunction = Callable[[Node], Node | None]
@@ -156,7 +164,7 @@ def chunkify(variant: Variant) -> Program:
     in its solve form ``V2 = -(I + N)^-1 (L V + B_L S)``. Not yet fit for numbers: ``stabilize`` must follow.
     """
     streams = variant.streams()
-    axes = {name: ("C", "V") if name == "v" else ("C", "K") for name in streams}
+    axes: dict[str, Axes] = {name: ("C", "V") if name == "v" else ("C", "K") for name in streams}
     axes["decay"] = ("C", *(streams["decay"].axes if streams["decay"].axes else ()))
     q, alpha, a, b, k, v = (lift(streams[s], axes[s]) for s in ("q", "decay", "a", "b", "k", "v"))
     g = log(alpha)
@@ -175,8 +183,8 @@ def chunkify(variant: Variant) -> Program:
     o = matmul(ql, state) + matmul(qk, v) + matmul(qa, v2)
     kt, at = kr * chunk_decay, ar * chunk_decay
     new = state * chunk_decay + matmul(kt, v, tx=True) + matmul(at, v2, tx=True)
-    # Where two of these become one value by a fold, the first name stays.
-    names = {ql: "QL", bl: "BL", kt: "KT", at: "AT", qk: "Aqk", qa: "Aqa", ba: "N", bk: "Abk", v2: "V2", o: "O"}
+    # Where a = k makes two of these one value, the later name stays.
+    names = {ql: "QL", bl: "BL", at: "AT", kt: "KT", qa: "Aqa", qk: "Aqk", bk: "Abk", ba: "N", v2: "V2", o: "O"}
     names |= {new: "S_next", chunk_decay: "Gc"}
     return Program(variant.name, (("o", o),), ((state, new, 1),), names)
 
@@ -590,15 +598,17 @@ def _gather_trees(n: Node) -> Node | None:
     if n.op != "add":
         return None
     parts = terms(n)
+    together = []
     for kind in ("gram_dx", "gram_dy"):
-        trees = sorted((show(t), sign, t) for sign, t in parts if t.op == kind)
-        if len(trees) < 2:
-            continue
-        lead = trees[0][1]
-        together = total([(sign * lead, t) for _, sign, t in trees], n.axes)
-        if together not in _sums_within(n):
-            return total([*(p for p in parts if p[1].op != kind), (lead, together)], n.axes)
-    return None
+        trees = sorted(((show(t), sign, i) for i, (sign, t) in enumerate(parts) if t.op == kind))
+        if len(trees) > 1:
+            lead = trees[0][1]
+            together.append((lead, total([(sign * lead, parts[i][1]) for _, sign, i in trees], n.axes), kind))
+    if all(whole in _sums_within(n) for _, whole, _ in together):
+        return None
+    kinds = {kind for _, _, kind in together}
+    rest = [p for p in parts if p[1].op not in kinds]
+    return total([*rest, *((sign, whole) for sign, whole, _ in together)], n.axes)
 
 
 def _sums_within(n: Node) -> set[Node]:

@@ -125,7 +125,9 @@ def differentiate(variant: Variant, program: Program) -> Program:
     cotangents = gradient(seeds, [*inputs, state])
     named = {cotangents[n]: f"d{label}" for n, label in program.names.items() if n in cotangents and n not in seeds}
     named = {n: label for n, label in named.items() if n.args}
-    results = tuple((f"d{n.attr('name')}", cotangents[lifted]) for n, lifted in zip(variant.inputs, inputs, strict=True))
+    results = tuple(
+        (f"d{n.attr('name')}", cotangents[lifted]) for n, lifted in zip(variant.inputs, inputs, strict=True)
+    )
     carried = ((state, new, 1), (dstate, cotangents[state], -1))
     names = dict(named) | dict(program.names) | {cotangents[state]: "dS_prev"}
     return Program(f"{program.name}_backward", results, carried, names)

@@ -25,7 +25,7 @@ import networkx as nx
 from dplrgen.errors import IRError
 from dplrgen.ir import OPS, Node, Program, leaf, substitute, topological
 
-__all__ = ["Kernel", "Phase", "Plan", "TREE", "contracts", "graph", "plan", "saved_values"]
+__all__ = ["CONFIGS", "TREE", "Kernel", "Phase", "Plan", "contracts", "graph", "has", "is_leaf", "plan", "saved_values"]
 
 TREE = frozenset({"gram", "gram_dx", "gram_dy"})
 
@@ -124,7 +124,9 @@ def plan(program: Program, saved: Iterable[Node] = (), load_saved: bool = False)
     return Plan(program, tuple(kernels), saved, _christen(program, kernels, names))
 
 
-def _load(program: Program, saved: tuple[Node, ...], names: dict[Node, str]) -> tuple[Program, tuple[Node, ...], dict[Node, str]]:
+def _load(
+    program: Program, saved: tuple[Node, ...], names: dict[Node, str]
+) -> tuple[Program, tuple[Node, ...], dict[Node, str]]:
     leaves = {n: leaf(names[n], n.axes, role="saved") for n in saved}
     table = substitute(program.roots(), leaves)
     outputs = tuple((k, table[n]) for k, n in program.outputs)
@@ -160,7 +162,7 @@ def _stages(program: Program) -> dict[Node, int]:
 
 def _cycle(g: nx.DiGraph, state: Node) -> set[Node]:
     component = next(c for c in nx.strongly_connected_components(g) if state in c)
-    return component | {state}
+    return set(component) | {state}
 
 
 def _latest(program: Program, stage: dict[Node, int]) -> dict[Node, int]:
@@ -251,7 +253,9 @@ def _own_launch(program: Program, stage: Mapping[Node, int]) -> set[Node]:
 _KIND = {0: "prepare", 1: "scan", 2: "between", 3: "reverse", 4: "finish"}
 
 
-def _kernels(program: Program, place: dict[Node, tuple[int, int]], cheap: set[Node], saved: tuple[Node, ...]) -> list[Kernel]:
+def _kernels(
+    program: Program, place: dict[Node, tuple[int, int]], cheap: set[Node], saved: tuple[Node, ...]
+) -> list[Kernel]:
     order = program.nodes()
     results = [n for _, n in program.outputs]
     states = {s: (new, step) for s, new, step in program.carried}
@@ -304,7 +308,7 @@ def _kernel(program, slot, wanted, owner, cheap, states, results, saved) -> Kern
     new, step = states[state] if state is not None else (None, 1)
     kept = state is not None and any(state in m.args for m in later)
     phases, whole = ((Phase("", tuple(body)),), True) if scan else _walks(body, frozenset(stores))
-    pair = (state, new) if state is not None else None
+    pair = (state, new) if state is not None and new is not None else None
     return Kernel(name, "scan" if scan else "parallel", loads, phases, stores, pair, step, kept, whole)
 
 

@@ -15,6 +15,7 @@ import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dplrgen.errors import BindingError, UnknownNameError
 from dplrgen.ir import Node, const, exp, gate, key, log, minimum, norm, safe_div, show, sqrt, topological, value
@@ -25,9 +26,59 @@ __all__ = ["VARIANTS", "Variant", "clip", "get"]
 _ROLES = {"key": "a key-like input", "value": "the value input", "gate": "a gate"}
 #: Names that the generated code gives to other things.
 _RESERVED = frozenset(
-    "scale initial_state output_final_state cu_seqlens check save needs state dstate do dht dh0 o final_state initial last "
-    "none shared own given like like_v lead dtype tile head head_v chunk batch start row lane step level edge blocks "
-    "decay wide streams tensors factor col_k col_v in_c in_k in_v k0 v0 torch tl triton".split()
+    [
+        "scale",
+        "initial_state",
+        "output_final_state",
+        "cu_seqlens",
+        "check",
+        "save",
+        "needs",
+        "state",
+        "dstate",
+        "do",
+        "dht",
+        "dh0",
+        "o",
+        "final_state",
+        "initial",
+        "last",
+        "none",
+        "shared",
+        "own",
+        "given",
+        "like",
+        "like_v",
+        "lead",
+        "dtype",
+        "tile",
+        "head",
+        "head_v",
+        "chunk",
+        "batch",
+        "start",
+        "row",
+        "lane",
+        "step",
+        "level",
+        "edge",
+        "blocks",
+        "decay",
+        "wide",
+        "streams",
+        "tensors",
+        "factor",
+        "col_k",
+        "col_v",
+        "in_c",
+        "in_k",
+        "in_v",
+        "k0",
+        "v0",
+        "torch",
+        "tl",
+        "triton",
+    ]
 )
 #: Names that the generated code makes from others.
 _MADE = re.compile(r".*_(ptr|out|here|all|16|edge)|(kept|end|left|right|operand|cotangent|decay|saved)_.*")
@@ -68,7 +119,8 @@ class Variant:
         if not _is_word(self.name):
             raise BindingError(f"variant name must be a lower-case identifier, got {self.name!r}")
         object.__setattr__(self, "inputs", tuple(self.inputs))
-        for n in self.inputs:
+        given: tuple[Any, ...] = self.inputs  # what a caller passes, whatever the annotation says
+        for n in given:
             if not isinstance(n, Node) or n.op != "input" or dict(n.attrs).get("role") not in _ROLES:
                 found = show(n) if isinstance(n, Node) else repr(n)
                 raise BindingError(f"{self.name}: inputs must be leaves made by key, value or gate, got {found}")
@@ -79,7 +131,7 @@ class Variant:
         for label in names:
             if names.count(label) > 1:
                 raise BindingError(f"{self.name}: input {label!r} is declared twice")
-            made = _MADE.fullmatch(label) or label[:1] == "d" and label[1:] in names
+            made = _MADE.fullmatch(label) or (label[:1] == "d" and label[1:] in names)
             if label in _RESERVED or made or label in dir(builtins) or not _is_word(label):
                 raise BindingError(f"{self.name}: input name {label!r} is reserved or not a lower-case identifier")
         if self.q is None:

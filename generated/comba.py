@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program 70b31025:
+# Comba: the erase key is an input of its own, program 59e4f35d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -18,9 +18,9 @@
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
 #     QL     scaled queries, decayed from the chunk's start
-#     AT     write vectors a, decayed to the chunk's end
-#     Aqa    decayed products of queries and write vectors, lower triangle
-#     Abk    decayed products of erase vectors and keys, strictly lower
+#     KT     keys, decayed to the chunk's end
+#     Aqk    decayed products of queries and keys, lower triangle
+#     N      decayed products of erase and write vectors, strictly lower
 #     E      (I + N)^-1
 #     Vnew   values after the delta rule
 #     Gc     decay over the whole chunk
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba"]
 
-_NAME = "comba_70b31025"
+_NAME = "comba_59e4f35d"
 
 
 def _jit(function: Any) -> Any:
@@ -294,12 +294,12 @@ def _forward_prepare(
     p_ptr,
     beta_ptr,
     v_ptr,
-    Aqa_out,
+    Aqk_out,
     M1_out,
     x7_out,
     x11_out,
     QL_out,
-    AT_out,
+    KT_out,
     Gc_out,
     scale,
     T,
@@ -317,6 +317,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -361,14 +362,14 @@ def _forward_prepare(
         # QL = x2 * x9
         QL = x2 * x9[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # AT = k * x17
-        AT = k * x17[:, None]
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * x17
+        KT = k * x17[:, None]
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
     # x = pair(g, to, strict=False)
     x = _pairs(g, row, False, False)
-    # Aqa = x * x3
-    Aqa = x * x3
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    # Aqk = x * x3
+    Aqk = x * x3
+    _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
@@ -398,9 +399,9 @@ def _forward_prepare(
 def _forward_scan(
     x11_ptr,
     x7_ptr,
-    Aqa_ptr,
+    Aqk_ptr,
     QL_ptr,
-    AT_ptr,
+    KT_ptr,
     Gc_ptr,
     o_out,
     initial_ptr,
@@ -421,6 +422,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -453,9 +455,9 @@ def _forward_scan(
         x7 = _load_rows(x7_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x7 + -x12
         Vnew = x7 + (-x12)
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x14 = Aqa @ Vnew
-        x14 = _dot(Aqa, Vnew, DOT, PRECISION)
+        Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
+        # x14 = Aqk @ Vnew
+        x14 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x15 = QL @ S
         x15 = _dot(QL, S, RANGE, PRECISION)
@@ -463,9 +465,9 @@ def _forward_scan(
         o = x14 + x15
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x18 = AT^T @ Vnew
-        x18 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x18 = KT^T @ Vnew
+        x18 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x18 + (S * Gc)
         S_next = x18 + (S * Gc)
@@ -485,12 +487,12 @@ def _backward_prepare(
     p_ptr,
     g_ptr,
     k_ptr,
-    Aqa_ptr,
+    Aqk_ptr,
     do_ptr,
     q_ptr,
     x5_out,
     x7_out,
-    AT_out,
+    KT_out,
     x26_out,
     Gc_out,
     QL_out,
@@ -510,6 +512,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -546,14 +549,14 @@ def _backward_prepare(
         x7 = _dot(M1, (p * x2[:, None]), RANGE, PRECISION)
         _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # AT = k * x17
-        AT = k * x17[:, None]
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * x17
+        KT = k * x17[:, None]
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
         QL = (scale * q) * x2[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -562,8 +565,8 @@ def _backward_prepare(
         x5 = _dot(M1, v, DOT, PRECISION)
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x26 = Aqa^T @ do
-        x26 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x26 = Aqk^T @ do
+        x26 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x26_out + tile * C * V, x26, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -571,7 +574,7 @@ def _backward_prepare(
 def _backward_scan(
     x7_ptr,
     x5_ptr,
-    AT_ptr,
+    KT_ptr,
     Gc_ptr,
     Vnew_out,
     initial_ptr,
@@ -593,6 +596,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -627,9 +631,9 @@ def _backward_scan(
         # Vnew = x5 + -x8
         Vnew = x5 + (-x8)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x69 = AT^T @ Vnew
-        x69 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x69 = KT^T @ Vnew
+        x69 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x69 + (S * Gc)
         S_next = x69 + (S * Gc)
@@ -640,7 +644,7 @@ def _backward_scan(
 
 @_jit
 def _backward_reverse(
-    AT_ptr,
+    KT_ptr,
     x26_ptr,
     Gc_ptr,
     QL_ptr,
@@ -666,6 +670,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -693,9 +698,9 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x25 = AT @ dS
-        x25 = _dot(AT, dS, RANGE, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x25 = KT @ dS
+        x25 = _dot(KT, dS, RANGE, PRECISION)
         x26 = _load_rows(x26_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x25 + x26
         dVnew = x25 + x26
@@ -728,8 +733,8 @@ def _backward_finish(
     dVnew_ptr,
     v_ptr,
     dQL_out,
-    dAqa_out,
-    dAT_out,
+    dAqk_out,
+    dKT_out,
     x29_out,
     dv_out,
     x34_out,
@@ -751,6 +756,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -777,8 +783,8 @@ def _backward_finish(
     # E = inverse((beta * (x4 * x23)))
     E = _inverse((beta[:, None] * (x4 * x23)), row, C, LEVELS, SOLVE)
     dQL = tl.zeros([C, BK, ], tl.float32)
-    dAqa = tl.zeros([C, C, ], tl.float32)
-    dAT = tl.zeros([C, BK, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
+    dKT = tl.zeros([C, BK, ], tl.float32)
     x28 = tl.zeros([C, C, ], tl.float32)
     x34 = tl.zeros([C, BK, ], tl.float32)
     x57 = tl.zeros([BK, ], tl.float32)
@@ -791,11 +797,11 @@ def _backward_finish(
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dAqa = do @ Vnew^T
-        dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
+        # dAqk = do @ Vnew^T
+        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # dAT = Vnew @ dS^T
-        dAT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
+        # dKT = Vnew @ dS^T
+        dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x27 = E^T @ dVnew
         x27 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
@@ -817,8 +823,8 @@ def _backward_finish(
         # x66 = sum_V(x65)
         x66 += tl.sum(x65, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
-    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     _store_rows(x34_out + tile * C * K, x34, row, col_k, K, C, K, K % BK == 0)
     tl.store(x57_out + tile * K + col_k, x57, mask=col_k < K)
     tl.store(x66_out + tile * C + row, x66, mask=row < C)
@@ -831,9 +837,9 @@ def _backward_finish(
 def _backward_finish_1(
     dQL_ptr,
     g_ptr,
-    dAqa_ptr,
+    dAqk_ptr,
     k_ptr,
-    dAT_ptr,
+    dKT_ptr,
     q_ptr,
     x29_ptr,
     beta_ptr,
@@ -863,6 +869,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -883,11 +890,11 @@ def _backward_finish_1(
     x2 = tl.exp(x)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x10 = x4 * dAqa
-    x10 = x4 * dAqa
-    # x12 = diagonal(dAqa)
-    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x10 = x4 * dAqk
+    x10 = x4 * dAqk
+    # x12 = diagonal(dAqk)
+    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     # x16 = sum[after](g)
     x16 = _sums_of_numbers(_keep_after(row), g)
     # x17 = exp(x16)
@@ -922,9 +929,9 @@ def _backward_finish_1(
         x31 = _dot(tl.trans(x29), x30, DOT, PRECISION)
         # x33 = x22 + -x31
         x33 = x22 + (-x31)
-        dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((dAT * x17) + (x12 * x19)) + x33
-        dk = ((dAT * x17[:, None]) + (x12[:, None] * x19)) + x33
+        dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((dKT * x17) + (x12 * x19)) + x33
+        dk = ((dKT * x17[:, None]) + (x12[:, None] * x19)) + x33
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
         # x37 = x29 @ k
@@ -943,8 +950,8 @@ def _backward_finish_1(
         x57 = tl.load(x57_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dGc = sum_K(x57)
         dGc += tl.sum(x57, 0)
-        # x62 = sum_K((dAT * k))
-        x62 += tl.sum((dAT * k), 1)
+        # x62 = sum_K((dKT * k))
+        x62 += tl.sum((dKT * k), 1)
         # x68 = sum_K((x39 * p))
         x68 += tl.sum((x39 * p), 1)
     # x55 = sum[from](((x44 * x2) + -x52))
@@ -1071,6 +1078,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
+        "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
     }
     own = {}
@@ -1115,12 +1123,12 @@ def _forward_triton(
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x7 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     x11 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
     with _on(q):
         _launch(
@@ -1132,12 +1140,12 @@ def _forward_triton(
             p,
             beta,
             v,
-            Aqa,
+            Aqk,
             M1,
             x7,
             x11,
             QL,
-            AT,
+            KT,
             Gc,
             scale,
             T,
@@ -1154,9 +1162,9 @@ def _forward_triton(
             B * HV * -(-V // own["forward.scan"]["BV"]),
             x11,
             x7,
-            Aqa,
+            Aqk,
             QL,
-            AT,
+            KT,
             Gc,
             o,
             initial,
@@ -1173,7 +1181,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1186,7 +1194,7 @@ def _backward_triton(
     g: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     M1: Tensor,
     scale: float,
     needs: int,
@@ -1214,7 +1222,7 @@ def _backward_triton(
         if needs & 127:
             x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x26 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1226,12 +1234,12 @@ def _backward_triton(
                 p,
                 g,
                 k,
-                Aqa,
+                Aqk,
                 do,
                 q,
                 x5,
                 x7,
-                AT,
+                KT,
                 x26,
                 Gc,
                 QL,
@@ -1253,7 +1261,7 @@ def _backward_triton(
                 B * HV * -(-V // own["backward.scan"]["BV"]),
                 x7,
                 x5,
-                AT,
+                KT,
                 Gc,
                 Vnew,
                 initial,
@@ -1277,7 +1285,7 @@ def _backward_triton(
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
-                AT,
+                KT,
                 x26,
                 Gc,
                 QL,
@@ -1301,8 +1309,8 @@ def _backward_triton(
             )
         if needs & 63:
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x29 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x34 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x57 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -1321,8 +1329,8 @@ def _backward_triton(
                 dVnew,
                 v,
                 dQL,
-                dAqa,
-                dAT,
+                dAqk,
+                dKT,
                 x29,
                 dv,
                 x34,
@@ -1344,9 +1352,9 @@ def _backward_triton(
                 B * NT * HV,
                 dQL,
                 g,
-                dAqa,
+                dAqk,
                 k,
-                dAT,
+                dKT,
                 q,
                 x29,
                 beta,
@@ -1549,12 +1557,12 @@ def _forward_torch(
     x5 = p @ k.mT
     # QL = x2 * x9
     QL = x2 * x9[..., :, None]
-    # AT = k * exp(x16)
-    AT = k * torch.exp(x16)[..., :, None]
+    # KT = k * exp(x16)
+    KT = k * torch.exp(x16)[..., :, None]
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
-    # Aqa = x * x3
-    Aqa = x * x3
+    # Aqk = x * x3
+    Aqk = x * x3
     # x4 = pair(g, to, strict=True)
     x4 = _pairs_of(g, False, True)
     # E = inverse((beta * (x4 * x5)))
@@ -1570,22 +1578,22 @@ def _forward_torch(
     for chunk in range(NT):
         x11_here = x11[:, chunk]
         x7_here = x7[:, chunk]
-        Aqa_here = Aqa[:, chunk]
+        Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
-        AT_here = AT[:, chunk]
+        KT_here = KT[:, chunk]
         Gc_here = Gc[:, chunk]
         # x12 = x11 @ S
         x12 = x11_here @ S
         # Vnew = x7 + -x12
         Vnew = x7_here + (-x12)
-        # x14 = Aqa @ Vnew
-        x14 = Aqa_here @ Vnew
+        # x14 = Aqk @ Vnew
+        x14 = Aqk_here @ Vnew
         # x15 = QL @ S
         x15 = QL_here @ S
         # o = x14 + x15
         o = x14 + x15
-        # x18 = AT^T @ Vnew
-        x18 = AT_here.mT @ Vnew
+        # x18 = KT^T @ Vnew
+        x18 = KT_here.mT @ Vnew
         # S_next = x18 + (S * Gc)
         S_next = x18 + (S * Gc_here[..., None, None])
         o_all.append(o)
@@ -1593,7 +1601,7 @@ def _forward_torch(
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1606,7 +1614,7 @@ def _backward_torch(
     g: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     M1: Tensor,
     scale: float,
     needs: int,
@@ -1638,8 +1646,8 @@ def _backward_torch(
     Gc = torch.exp(x58)
     # x7 = M1 @ (p * x2)
     x7 = M1 @ (p * x2[..., :, None])
-    # AT = k * x17
-    AT = k * x17[..., :, None]
+    # KT = k * x17
+    KT = k * x17[..., :, None]
     if needs & 126:
         # x19 = scale * q
         x19 = scale * q
@@ -1649,8 +1657,8 @@ def _backward_torch(
         # x5 = M1 @ v
         x5 = M1 @ v
     if needs & 126:
-        # x26 = Aqa^T @ do
-        x26 = Aqa.mT @ do
+        # x26 = Aqk^T @ do
+        x26 = Aqk.mT @ do
     if needs & 59:
         S = state
         Vnew_all: list[Tensor] = []
@@ -1658,15 +1666,15 @@ def _backward_torch(
         for chunk in range(NT):
             x7_here = x7[:, chunk]
             x5_here = x5[:, chunk]
-            AT_here = AT[:, chunk]
+            KT_here = KT[:, chunk]
             Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
             # x8 = x7 @ S
             x8 = x7_here @ S
             # Vnew = x5 + -x8
             Vnew = x5_here + (-x8)
-            # x69 = AT^T @ Vnew
-            x69 = AT_here.mT @ Vnew
+            # x69 = KT^T @ Vnew
+            x69 = KT_here.mT @ Vnew
             # S_next = x69 + (S * Gc)
             S_next = x69 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
@@ -1679,15 +1687,15 @@ def _backward_torch(
         dVnew_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
-            AT_here = AT[:, chunk]
+            KT_here = KT[:, chunk]
             x26_here = x26[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             x7_here = x7[:, chunk]
             kept_dS_all.append(dS)
-            # x25 = AT @ dS
-            x25 = AT_here @ dS
+            # x25 = KT @ dS
+            x25 = KT_here @ dS
             # dVnew = x25 + x26
             dVnew = x25 + x26_here
             # x72 = QL^T @ do
@@ -1714,11 +1722,11 @@ def _backward_torch(
         # dQL = do @ S^T
         dQL = do @ S.mT
     if needs & 19:
-        # dAqa = do @ Vnew^T
-        dAqa = do @ Vnew.mT
+        # dAqk = do @ Vnew^T
+        dAqk = do @ Vnew.mT
     if needs & 18:
-        # dAT = Vnew @ dS^T
-        dAT = Vnew @ dS.mT
+        # dKT = Vnew @ dS^T
+        dKT = Vnew @ dS.mT
     if needs & 62:
         # x27 = E^T @ dVnew
         x27 = E.mT @ dVnew
@@ -1745,11 +1753,11 @@ def _backward_torch(
         # x29 = x4 * x28
         x29 = x4 * x28
     if needs & 19:
-        # x10 = x4 * dAqa
-        x10 = x4 * dAqa
+        # x10 = x4 * dAqk
+        x10 = x4 * dAqk
     if needs & 3:
-        # x12 = diagonal(dAqa)
-        x12 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x12 = diagonal(dAqk)
+        x12 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 17:
         # x11 = x10 @ k
         x11 = x10 @ k
@@ -1766,8 +1774,8 @@ def _backward_torch(
         # x33 = x22 + -x31
         x33 = x22 + (-x31)
     if needs & 2:
-        # dk = ((dAT * x17) + (x12 * x19)) + x33
-        dk = ((dAT * x17[..., :, None]) + (x12[..., :, None] * x19)) + x33
+        # dk = ((dKT * x17) + (x12 * x19)) + x33
+        dk = ((dKT * x17[..., :, None]) + (x12[..., :, None] * x19)) + x33
     if needs & 56:
         # x37 = x29 @ k
         x37 = x29 @ k
@@ -1784,8 +1792,8 @@ def _backward_torch(
         x52 = (((x30 * x37) + (k * x33)) + (-(x19 * x11))).sum(-1)
         # dGc = sum_K(x57)
         dGc = x57.sum(-1)
-        # x62 = sum_K((dAT * k))
-        x62 = (dAT * k).sum(-1)
+        # x62 = sum_K((dKT * k))
+        x62 = (dKT * k).sum(-1)
     if needs & 32:
         # x68 = sum_K((x39 * p))
         x68 = (x39 * p).sum(-1)

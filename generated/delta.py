@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program a09fef52:
+# the delta rule, no decay, program 649451c1:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -19,8 +19,8 @@
 #
 #     QL     scaled queries, decayed from the chunk's start
 #     BL     erase vectors b, decayed from the chunk's start
-#     Aqa    decayed products of queries and write vectors, lower triangle
-#     Abk    decayed products of erase vectors and keys, strictly lower
+#     Aqk    decayed products of queries and keys, lower triangle
+#     N      decayed products of erase and write vectors, strictly lower
 #     E      (I + N)^-1
 #     Vnew   values after the delta rule
 #     S      state before the chunk, [K, V]
@@ -46,7 +46,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta"]
 
-_NAME = "delta_a09fef52"
+_NAME = "delta_649451c1"
 
 
 def _jit(function: Any) -> Any:
@@ -292,7 +292,7 @@ def _forward_prepare(
     beta_ptr,
     v_ptr,
     QL_out,
-    Aqa_out,
+    Aqk_out,
     M1_out,
     x3_out,
     x4_out,
@@ -312,6 +312,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -340,13 +341,13 @@ def _forward_prepare(
         x += _dot(QL, tl.trans(k), DOT, PRECISION)
         # x2 = (beta * k) @ k^T
         x2 += _dot((beta[:, None] * k), tl.trans(k), DOT, PRECISION)
-    # Aqa = mask(x, strict=False)
-    Aqa = tl.where(_keep_to(row), x, 0.0)
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
-    # Abk = mask(x2, strict=True)
-    Abk = tl.where(_keep_before(row), x2, 0.0)
-    # E = inverse(Abk)
-    E = _inverse(Abk, row, C, LEVELS, SOLVE)
+    # Aqk = mask(x, strict=False)
+    Aqk = tl.where(_keep_to(row), x, 0.0)
+    _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    # N = mask(x2, strict=True)
+    N = tl.where(_keep_before(row), x2, 0.0)
+    # E = inverse(N)
+    E = _inverse(N, row, C, LEVELS, SOLVE)
     # M1 = E * beta^T
     M1 = E * beta[None, :]
     if SAVE:
@@ -373,7 +374,7 @@ def _forward_prepare(
 def _forward_scan(
     x4_ptr,
     x3_ptr,
-    Aqa_ptr,
+    Aqk_ptr,
     QL_ptr,
     k_ptr,
     o_out,
@@ -395,6 +396,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -427,9 +429,9 @@ def _forward_scan(
         x3 = _load_rows(x3_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x3 + -x5
         Vnew = x3 + (-x5)
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x7 = Aqa @ Vnew
-        x7 = _dot(Aqa, Vnew, DOT, PRECISION)
+        Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
+        # x7 = Aqk @ Vnew
+        x7 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x8 = QL @ S
         x8 = _dot(QL, S, RANGE, PRECISION)
@@ -456,7 +458,7 @@ def _backward_prepare(
     M1_ptr,
     v_ptr,
     k_ptr,
-    Aqa_ptr,
+    Aqk_ptr,
     do_ptr,
     q_ptr,
     x2_out,
@@ -479,6 +481,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -504,7 +507,7 @@ def _backward_prepare(
         # QL = scale * q
         QL = scale * q
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -513,8 +516,8 @@ def _backward_prepare(
         x2 = _dot(M1, v, DOT, PRECISION)
         _store_rows(x2_out + tile * C * V, x2, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x11 = Aqa^T @ do
-        x11 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x11 = Aqk^T @ do
+        x11 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x11_out + tile * C * V, x11, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -543,6 +546,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -614,6 +618,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -695,6 +700,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -714,12 +720,12 @@ def _backward_finish(
     k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
     # x9 = (beta * k) @ k^T
     x9 = _dot((beta[:, None] * k), tl.trans(k), DOT, PRECISION)
-    # Abk = mask(x9, strict=True)
-    Abk = tl.where(_keep_before(row), x9, 0.0)
-    # E = inverse(Abk)
-    E = _inverse(Abk, row, C, LEVELS, SOLVE)
+    # N = mask(x9, strict=True)
+    N = tl.where(_keep_before(row), x9, 0.0)
+    # E = inverse(N)
+    E = _inverse(N, row, C, LEVELS, SOLVE)
     x = tl.zeros([C, BK, ], tl.float32)
-    dAqa = tl.zeros([C, C, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
     x8 = tl.zeros([C, BK, ], tl.float32)
     x13 = tl.zeros([C, C, ], tl.float32)
     x18 = tl.zeros([C, BK, ], tl.float32)
@@ -732,8 +738,8 @@ def _backward_finish(
         # x = do @ S^T
         x += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dAqa = do @ Vnew^T
-        dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
+        # dAqk = do @ Vnew^T
+        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # x8 = Vnew @ dS^T
         x8 += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
@@ -756,8 +762,8 @@ def _backward_finish(
     _store_rows(x_out + tile * C * K, x, row, col_k, K, C, K, K % BK == 0)
     _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
     tl.store(x26_out + tile * C + row, x26, mask=row < C)
-    # x6 = mask(dAqa, strict=False)
-    x6 = tl.where(_keep_to(row), dAqa, 0.0)
+    # x6 = mask(dAqk, strict=False)
+    x6 = tl.where(_keep_to(row), dAqk, 0.0)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
     # x14 = mask(x13, strict=True)
     x14 = tl.where(_keep_before(row), x13, 0.0)
@@ -797,6 +803,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -957,6 +964,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
+        "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
     }
     own = {}
@@ -1000,7 +1008,7 @@ def _forward_triton(
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x3 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     x4 = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
@@ -1013,7 +1021,7 @@ def _forward_triton(
             beta,
             v,
             QL,
-            Aqa,
+            Aqk,
             M1,
             x3,
             x4,
@@ -1032,7 +1040,7 @@ def _forward_triton(
             B * HV * -(-V // own["forward.scan"]["BV"]),
             x4,
             x3,
-            Aqa,
+            Aqk,
             QL,
             k,
             o,
@@ -1050,7 +1058,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1061,7 +1069,7 @@ def _backward_triton(
     v: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     M1: Tensor,
     scale: float,
     needs: int,
@@ -1095,7 +1103,7 @@ def _backward_triton(
                 M1,
                 v,
                 k,
-                Aqa,
+                Aqk,
                 do,
                 q,
                 x2,
@@ -1390,12 +1398,12 @@ def _forward_torch(
     x = QL @ k.mT
     # x2 = (beta * k) @ k^T
     x2 = (beta[..., :, None] * k) @ k.mT
-    # Aqa = mask(x, strict=False)
-    Aqa = torch.tril(x, 0)
-    # Abk = mask(x2, strict=True)
-    Abk = torch.tril(x2, -1)
-    # E = inverse(Abk)
-    E = _inverse_of(Abk)
+    # Aqk = mask(x, strict=False)
+    Aqk = torch.tril(x, 0)
+    # N = mask(x2, strict=True)
+    N = torch.tril(x2, -1)
+    # E = inverse(N)
+    E = _inverse_of(N)
     # M1 = E * beta^T
     M1 = E * beta[..., None, :]
     # x4 = M1 @ k
@@ -1407,15 +1415,15 @@ def _forward_torch(
     for chunk in range(NT):
         x4_here = x4[:, chunk]
         x3_here = x3[:, chunk]
-        Aqa_here = Aqa[:, chunk]
+        Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
         k_here = k[:, chunk]
         # x5 = x4 @ S
         x5 = x4_here @ S
         # Vnew = x3 + -x5
         Vnew = x3_here + (-x5)
-        # x7 = Aqa @ Vnew
-        x7 = Aqa_here @ Vnew
+        # x7 = Aqk @ Vnew
+        x7 = Aqk_here @ Vnew
         # x8 = QL @ S
         x8 = QL_here @ S
         # o = x7 + x8
@@ -1429,7 +1437,7 @@ def _forward_torch(
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1440,7 +1448,7 @@ def _backward_torch(
     v: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     M1: Tensor,
     scale: float,
     needs: int,
@@ -1467,8 +1475,8 @@ def _backward_torch(
         # x2 = M1 @ v
         x2 = M1 @ v
     if needs & 30:
-        # x11 = Aqa^T @ do
-        x11 = Aqa.mT @ do
+        # x11 = Aqk^T @ do
+        x11 = Aqk.mT @ do
     if needs & 11:
         S = state
         Vnew_all: list[Tensor] = []
@@ -1522,16 +1530,16 @@ def _backward_torch(
         BL = beta[..., :, None] * k
         # x9 = BL @ k^T
         x9 = BL @ k.mT
-        # Abk = mask(x9, strict=True)
-        Abk = torch.tril(x9, -1)
-        # E = inverse(Abk)
-        E = _inverse_of(Abk)
+        # N = mask(x9, strict=True)
+        N = torch.tril(x9, -1)
+        # E = inverse(N)
+        E = _inverse_of(N)
     if needs & 1:
         # x = do @ S^T
         x = do @ S.mT
     if needs & 3:
-        # dAqa = do @ Vnew^T
-        dAqa = do @ Vnew.mT
+        # dAqk = do @ Vnew^T
+        dAqk = do @ Vnew.mT
     if needs & 2:
         # x8 = Vnew @ dS^T
         x8 = Vnew @ dS.mT
@@ -1552,8 +1560,8 @@ def _backward_torch(
         # x26 = sum_V(x25)
         x26 = x25.sum(-1)
     if needs & 3:
-        # x6 = mask(dAqa, strict=False)
-        x6 = torch.tril(dAqa, 0)
+        # x6 = mask(dAqk, strict=False)
+        x6 = torch.tril(dAqk, 0)
     if needs & 10:
         # x14 = mask(x13, strict=True)
         x14 = torch.tril(x13, -1)

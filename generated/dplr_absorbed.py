@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program dd6aa7b6:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 5b41b829:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_dd6aa7b6"
+_NAME = "dplr_absorbed_5b41b829"
 
 
 def _jit(function: Any) -> Any:
@@ -321,6 +321,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -465,6 +466,7 @@ def _forward_prepare_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -583,6 +585,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -680,6 +683,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -774,6 +778,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -851,6 +856,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -940,6 +946,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -1079,6 +1086,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -1359,6 +1367,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
+        "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
     }
     own = {}

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 6c548dd5:
+# Gated DeltaNet, program 20da6cd4:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -18,9 +18,9 @@
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
 #     QL     scaled queries, decayed from the chunk's start
-#     AT     write vectors a, decayed to the chunk's end
-#     Aqa    decayed products of queries and write vectors, lower triangle
-#     Abk    decayed products of erase vectors and keys, strictly lower
+#     KT     keys, decayed to the chunk's end
+#     Aqk    decayed products of queries and keys, lower triangle
+#     N      decayed products of erase and write vectors, strictly lower
 #     E      (I + N)^-1
 #     Vnew   values after the delta rule
 #     Gc     decay over the whole chunk
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn"]
 
-_NAME = "gdn_6c548dd5"
+_NAME = "gdn_20da6cd4"
 
 
 def _jit(function: Any) -> Any:
@@ -293,12 +293,12 @@ def _forward_prepare(
     g_ptr,
     beta_ptr,
     v_ptr,
-    Aqa_out,
+    Aqk_out,
     M1_out,
     x7_out,
     x11_out,
     QL_out,
-    AT_out,
+    KT_out,
     Gc_out,
     scale,
     T,
@@ -316,6 +316,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -359,14 +360,14 @@ def _forward_prepare(
         # QL = x2 * x9
         QL = x2 * x9[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # AT = k * x17
-        AT = k * x17[:, None]
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * x17
+        KT = k * x17[:, None]
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
     # x = pair(g, to, strict=False)
     x = _pairs(g, row, False, False)
-    # Aqa = x * x3
-    Aqa = x * x3
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    # Aqk = x * x3
+    Aqk = x * x3
+    _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
@@ -396,9 +397,9 @@ def _forward_prepare(
 def _forward_scan(
     x11_ptr,
     x7_ptr,
-    Aqa_ptr,
+    Aqk_ptr,
     QL_ptr,
-    AT_ptr,
+    KT_ptr,
     Gc_ptr,
     o_out,
     initial_ptr,
@@ -419,6 +420,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -451,9 +453,9 @@ def _forward_scan(
         x7 = _load_rows(x7_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x7 + -x12
         Vnew = x7 + (-x12)
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x14 = Aqa @ Vnew
-        x14 = _dot(Aqa, Vnew, DOT, PRECISION)
+        Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
+        # x14 = Aqk @ Vnew
+        x14 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x15 = QL @ S
         x15 = _dot(QL, S, RANGE, PRECISION)
@@ -461,9 +463,9 @@ def _forward_scan(
         o = x14 + x15
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x18 = AT^T @ Vnew
-        x18 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x18 = KT^T @ Vnew
+        x18 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x18 + (S * Gc)
         S_next = x18 + (S * Gc)
@@ -482,12 +484,12 @@ def _backward_prepare(
     v_ptr,
     k_ptr,
     g_ptr,
-    Aqa_ptr,
+    Aqk_ptr,
     do_ptr,
     q_ptr,
     x5_out,
     x7_out,
-    AT_out,
+    KT_out,
     x22_out,
     Gc_out,
     QL_out,
@@ -507,6 +509,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -542,14 +545,14 @@ def _backward_prepare(
         # x7 = M1 @ (k * x2)
         x7 = _dot(M1, (k * x2[:, None]), RANGE, PRECISION)
         _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
-        # AT = k * x17
-        AT = k * x17[:, None]
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * x17
+        KT = k * x17[:, None]
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
         QL = (scale * q) * x2[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -558,8 +561,8 @@ def _backward_prepare(
         x5 = _dot(M1, v, DOT, PRECISION)
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x22 = Aqa^T @ do
-        x22 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x22 = Aqk^T @ do
+        x22 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x22_out + tile * C * V, x22, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -567,7 +570,7 @@ def _backward_prepare(
 def _backward_scan(
     x7_ptr,
     x5_ptr,
-    AT_ptr,
+    KT_ptr,
     Gc_ptr,
     Vnew_out,
     initial_ptr,
@@ -589,6 +592,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -623,9 +627,9 @@ def _backward_scan(
         # Vnew = x5 + -x8
         Vnew = x5 + (-x8)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x71 = AT^T @ Vnew
-        x71 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x71 = KT^T @ Vnew
+        x71 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x71 + (S * Gc)
         S_next = x71 + (S * Gc)
@@ -636,7 +640,7 @@ def _backward_scan(
 
 @_jit
 def _backward_reverse(
-    AT_ptr,
+    KT_ptr,
     x22_ptr,
     Gc_ptr,
     QL_ptr,
@@ -662,6 +666,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -689,9 +694,9 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x21 = AT @ dS
-        x21 = _dot(AT, dS, RANGE, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x21 = KT @ dS
+        x21 = _dot(KT, dS, RANGE, PRECISION)
         x22 = _load_rows(x22_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x21 + x22
         dVnew = x21 + x22
@@ -723,8 +728,8 @@ def _backward_finish(
     dVnew_ptr,
     v_ptr,
     dQL_out,
-    dAqa_out,
-    dAT_out,
+    dAqk_out,
+    dKT_out,
     x24_out,
     x28_out,
     dv_out,
@@ -746,6 +751,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -771,8 +777,8 @@ def _backward_finish(
     # E = inverse((beta * (x4 * x19)))
     E = _inverse((beta[:, None] * (x4 * x19)), row, C, LEVELS, SOLVE)
     dQL = tl.zeros([C, BK, ], tl.float32)
-    dAqa = tl.zeros([C, C, ], tl.float32)
-    dAT = tl.zeros([C, BK, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
+    dKT = tl.zeros([C, BK, ], tl.float32)
     x24 = tl.zeros([C, BK, ], tl.float32)
     x27 = tl.zeros([C, C, ], tl.float32)
     x59 = tl.zeros([BK, ], tl.float32)
@@ -785,11 +791,11 @@ def _backward_finish(
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dAqa = do @ Vnew^T
-        dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
+        # dAqk = do @ Vnew^T
+        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # dAT = Vnew @ dS^T
-        dAT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
+        # dKT = Vnew @ dS^T
+        dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x23 = E^T @ dVnew
         x23 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
@@ -811,8 +817,8 @@ def _backward_finish(
         # x68 = sum_V(x67)
         x68 += tl.sum(x67, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
-    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     _store_rows(x24_out + tile * C * K, x24, row, col_k, K, C, K, K % BK == 0)
     tl.store(x59_out + tile * K + col_k, x59, mask=col_k < K)
     tl.store(x68_out + tile * C + row, x68, mask=row < C)
@@ -825,9 +831,9 @@ def _backward_finish(
 def _backward_finish_1(
     dQL_ptr,
     g_ptr,
-    dAqa_ptr,
+    dAqk_ptr,
     k_ptr,
-    dAT_ptr,
+    dKT_ptr,
     x24_ptr,
     x28_ptr,
     beta_ptr,
@@ -855,6 +861,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -875,11 +882,11 @@ def _backward_finish_1(
     x2 = tl.exp(x)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x10 = x4 * dAqa
-    x10 = x4 * dAqa
-    # x12 = diagonal(dAqa)
-    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x10 = x4 * dAqk
+    x10 = x4 * dAqk
+    # x12 = diagonal(dAqk)
+    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     # x16 = sum[after](g)
     x16 = _sums_of_numbers(_keep_after(row), g)
     # x17 = exp(x16)
@@ -918,9 +925,9 @@ def _backward_finish_1(
         x39 = _dot(tl.trans(x28), x38, DOT, PRECISION)
         # x41 = x37 + -x39
         x41 = x37 + (-x39)
-        dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = (((dAT * x17) + (x31 * beta)) + (x12 * x34)) + x41
-        dk = (((dAT * x17[:, None]) + (x31 * beta[:, None])) + (x12[:, None] * x34)) + x41
+        dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = (((dKT * x17) + (x31 * beta)) + (x12 * x34)) + x41
+        dk = (((dKT * x17[:, None]) + (x31 * beta[:, None])) + (x12[:, None] * x34)) + x41
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
         # x46 = sum_K(((dQL * x34) + -(x24 * x38)))
@@ -930,8 +937,8 @@ def _backward_finish_1(
         x59 = tl.load(x59_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dGc = sum_K(x59)
         dGc += tl.sum(x59, 0)
-        # x64 = sum_K((dAT * k))
-        x64 += tl.sum((dAT * k), 1)
+        # x64 = sum_K((dKT * k))
+        x64 += tl.sum((dKT * k), 1)
         # x70 = sum_K((x31 * k))
         x70 += tl.sum((x31 * k), 1)
     # x57 = sum[from](((x46 * x2) + -x54))
@@ -1058,6 +1065,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
+        "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
     }
     own = {}
@@ -1101,12 +1109,12 @@ def _forward_triton(
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x7 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     x11 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
     with _on(q):
         _launch(
@@ -1117,12 +1125,12 @@ def _forward_triton(
             g,
             beta,
             v,
-            Aqa,
+            Aqk,
             M1,
             x7,
             x11,
             QL,
-            AT,
+            KT,
             Gc,
             scale,
             T,
@@ -1139,9 +1147,9 @@ def _forward_triton(
             B * HV * -(-V // own["forward.scan"]["BV"]),
             x11,
             x7,
-            Aqa,
+            Aqk,
             QL,
-            AT,
+            KT,
             Gc,
             o,
             initial,
@@ -1158,7 +1166,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1170,7 +1178,7 @@ def _backward_triton(
     g: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     M1: Tensor,
     scale: float,
     needs: int,
@@ -1197,7 +1205,7 @@ def _backward_triton(
         if needs & 63:
             x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x22 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1208,12 +1216,12 @@ def _backward_triton(
                 v,
                 k,
                 g,
-                Aqa,
+                Aqk,
                 do,
                 q,
                 x5,
                 x7,
-                AT,
+                KT,
                 x22,
                 Gc,
                 QL,
@@ -1235,7 +1243,7 @@ def _backward_triton(
                 B * HV * -(-V // own["backward.scan"]["BV"]),
                 x7,
                 x5,
-                AT,
+                KT,
                 Gc,
                 Vnew,
                 initial,
@@ -1259,7 +1267,7 @@ def _backward_triton(
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
-                AT,
+                KT,
                 x22,
                 Gc,
                 QL,
@@ -1283,8 +1291,8 @@ def _backward_triton(
             )
         if needs & 31:
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x28 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x59 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -1302,8 +1310,8 @@ def _backward_triton(
                 dVnew,
                 v,
                 dQL,
-                dAqa,
-                dAT,
+                dAqk,
+                dKT,
                 x24,
                 x28,
                 dv,
@@ -1325,9 +1333,9 @@ def _backward_triton(
                 B * NT * HV,
                 dQL,
                 g,
-                dAqa,
+                dAqk,
                 k,
-                dAT,
+                dKT,
                 x24,
                 x28,
                 beta,
@@ -1527,12 +1535,12 @@ def _forward_torch(
     x5 = k @ k.mT
     # QL = x2 * x9
     QL = x2 * x9[..., :, None]
-    # AT = k * exp(x16)
-    AT = k * torch.exp(x16)[..., :, None]
+    # KT = k * exp(x16)
+    KT = k * torch.exp(x16)[..., :, None]
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
-    # Aqa = x * x3
-    Aqa = x * x3
+    # Aqk = x * x3
+    Aqk = x * x3
     # x4 = pair(g, to, strict=True)
     x4 = _pairs_of(g, False, True)
     # E = inverse((beta * (x4 * x5)))
@@ -1548,22 +1556,22 @@ def _forward_torch(
     for chunk in range(NT):
         x11_here = x11[:, chunk]
         x7_here = x7[:, chunk]
-        Aqa_here = Aqa[:, chunk]
+        Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
-        AT_here = AT[:, chunk]
+        KT_here = KT[:, chunk]
         Gc_here = Gc[:, chunk]
         # x12 = x11 @ S
         x12 = x11_here @ S
         # Vnew = x7 + -x12
         Vnew = x7_here + (-x12)
-        # x14 = Aqa @ Vnew
-        x14 = Aqa_here @ Vnew
+        # x14 = Aqk @ Vnew
+        x14 = Aqk_here @ Vnew
         # x15 = QL @ S
         x15 = QL_here @ S
         # o = x14 + x15
         o = x14 + x15
-        # x18 = AT^T @ Vnew
-        x18 = AT_here.mT @ Vnew
+        # x18 = KT^T @ Vnew
+        x18 = KT_here.mT @ Vnew
         # S_next = x18 + (S * Gc)
         S_next = x18 + (S * Gc_here[..., None, None])
         o_all.append(o)
@@ -1571,7 +1579,7 @@ def _forward_torch(
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1583,7 +1591,7 @@ def _backward_torch(
     g: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     M1: Tensor,
     scale: float,
     needs: int,
@@ -1615,8 +1623,8 @@ def _backward_torch(
     Gc = torch.exp(x60)
     # x7 = M1 @ (k * x2)
     x7 = M1 @ (k * x2[..., :, None])
-    # AT = k * x17
-    AT = k * x17[..., :, None]
+    # KT = k * x17
+    KT = k * x17[..., :, None]
     if needs & 62:
         # x34 = scale * q
         x34 = scale * q
@@ -1626,8 +1634,8 @@ def _backward_torch(
         # x5 = M1 @ v
         x5 = M1 @ v
     if needs & 62:
-        # x22 = Aqa^T @ do
-        x22 = Aqa.mT @ do
+        # x22 = Aqk^T @ do
+        x22 = Aqk.mT @ do
     if needs & 27:
         S = state
         Vnew_all: list[Tensor] = []
@@ -1635,15 +1643,15 @@ def _backward_torch(
         for chunk in range(NT):
             x7_here = x7[:, chunk]
             x5_here = x5[:, chunk]
-            AT_here = AT[:, chunk]
+            KT_here = KT[:, chunk]
             Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
             # x8 = x7 @ S
             x8 = x7_here @ S
             # Vnew = x5 + -x8
             Vnew = x5_here + (-x8)
-            # x71 = AT^T @ Vnew
-            x71 = AT_here.mT @ Vnew
+            # x71 = KT^T @ Vnew
+            x71 = KT_here.mT @ Vnew
             # S_next = x71 + (S * Gc)
             S_next = x71 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
@@ -1656,15 +1664,15 @@ def _backward_torch(
         dVnew_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
-            AT_here = AT[:, chunk]
+            KT_here = KT[:, chunk]
             x22_here = x22[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             x7_here = x7[:, chunk]
             kept_dS_all.append(dS)
-            # x21 = AT @ dS
-            x21 = AT_here @ dS
+            # x21 = KT @ dS
+            x21 = KT_here @ dS
             # dVnew = x21 + x22
             dVnew = x21 + x22_here
             # x74 = QL^T @ do
@@ -1691,11 +1699,11 @@ def _backward_torch(
         # dQL = do @ S^T
         dQL = do @ S.mT
     if needs & 11:
-        # dAqa = do @ Vnew^T
-        dAqa = do @ Vnew.mT
+        # dAqk = do @ Vnew^T
+        dAqk = do @ Vnew.mT
     if needs & 10:
-        # dAT = Vnew @ dS^T
-        dAT = Vnew @ dS.mT
+        # dKT = Vnew @ dS^T
+        dKT = Vnew @ dS.mT
     if needs & 30:
         # x23 = E^T @ dVnew
         x23 = E.mT @ dVnew
@@ -1721,11 +1729,11 @@ def _backward_torch(
         # x28 = x4 * x27
         x28 = x4 * x27
     if needs & 11:
-        # x10 = x4 * dAqa
-        x10 = x4 * dAqa
+        # x10 = x4 * dAqk
+        x10 = x4 * dAqk
     if needs & 3:
-        # x12 = diagonal(dAqa)
-        x12 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x12 = diagonal(dAqk)
+        x12 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
         # x11 = x10 @ k
         x11 = x10 @ k
@@ -1748,8 +1756,8 @@ def _backward_torch(
         # x41 = x37 + -x39
         x41 = x37 + (-x39)
     if needs & 2:
-        # dk = (((dAT * x17) + (x31 * beta)) + (x12 * x34)) + x41
-        dk = (((dAT * x17[..., :, None]) + (x31 * beta[..., :, None])) + (x12[..., :, None] * x34)) + x41
+        # dk = (((dKT * x17) + (x31 * beta)) + (x12 * x34)) + x41
+        dk = (((dKT * x17[..., :, None]) + (x31 * beta[..., :, None])) + (x12[..., :, None] * x34)) + x41
     if needs & 8:
         # x46 = sum_K(((dQL * x34) + -(x24 * x38)))
         x46 = ((dQL * x34) + (-(x24 * x38))).sum(-1)
@@ -1757,8 +1765,8 @@ def _backward_torch(
         x54 = (((x38 * x29) + (k * x41)) + (-(x34 * x11))).sum(-1)
         # dGc = sum_K(x59)
         dGc = x59.sum(-1)
-        # x64 = sum_K((dAT * k))
-        x64 = (dAT * k).sum(-1)
+        # x64 = sum_K((dKT * k))
+        x64 = (dKT * k).sum(-1)
     if needs & 16:
         # x70 = sum_K((x31 * k))
         x70 = (x31 * k).sum(-1)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program dee35778:
+# Gated DeltaNet 2: erase and write gates a channel, program a560a266:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -19,9 +19,9 @@
 #
 #     QL     scaled queries, decayed from the chunk's start
 #     BL     erase vectors b, decayed from the chunk's start
-#     AT     write vectors a, decayed to the chunk's end
-#     Aqa    decayed products of queries and write vectors, lower triangle
-#     Abk    decayed products of erase vectors and keys, strictly lower
+#     KT     keys, decayed to the chunk's end
+#     Aqk    decayed products of queries and keys, lower triangle
+#     N      decayed products of erase and write vectors, strictly lower
 #     E      (I + N)^-1
 #     W      E BL: what the state before the chunk loses, a token
 #     U      E applied to the values: what is written if the state before the chunk is 0
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2"]
 
-_NAME = "gdn2_dee35778"
+_NAME = "gdn2_a560a266"
 
 
 def _jit(function: Any) -> Any:
@@ -299,7 +299,7 @@ def _forward_prepare(
     E_out,
     U_out,
     W_out,
-    AT_out,
+    KT_out,
     Gc_out,
     scale,
     T,
@@ -317,6 +317,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -330,7 +331,7 @@ def _forward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    Abk = tl.zeros([C, C, ], tl.float32)
+    N = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -339,18 +340,18 @@ def _forward_prepare(
         # x2 = e * k
         x2 = e * k
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # Abk = gram(x2, k; g, to, strict=True)
+        # N = gram(x2, k; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(x2, C, BK)
         operand_1_16 = _blocks(k, C, BK)
-        Abk_16 = _block_zeros(C, 16)
+        N_16 = _block_zeros(C, 16)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
             left_0_16 = (operand_0_16 * decay_16).to(DOT)
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            Abk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            N_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -358,14 +359,14 @@ def _forward_prepare(
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
         left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        Abk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        Abk += _from_blocks(Abk_16, C)
+        N_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        N += _from_blocks(N_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             left_0 = (x2 * decay).to(DOT)
             right_1 = (k * decay).to(DOT)
-            Abk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            N += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -373,19 +374,19 @@ def _forward_prepare(
             decay_right = tl.where(second, 0.0, decay)
             left_0 = (x2 * decay_left).to(DOT)
             right_1 = (k * decay_right).to(DOT)
-            Abk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            N += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
         # x10 = sum[after](g)
         x10 = _sums(_keep_after(row), g, GATE_PARTS)
-        # AT = k * exp(x10)
-        AT = k * tl.exp(x10)
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * exp(x10)
+        KT = k * tl.exp(x10)
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         # x13 = sum[all](g)
         x13 = tl.sum(g, 0)
         # Gc = exp(x13)
         Gc = tl.exp(x13)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-    # E = inverse(Abk)
-    E = _inverse(Abk, row, C, LEVELS, SOLVE)
+    # E = inverse(N)
+    E = _inverse(N, row, C, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -414,7 +415,7 @@ def _forward_prepare_1(
     q_ptr,
     k_ptr,
     g_ptr,
-    Aqa_out,
+    Aqk_out,
     QL_out,
     scale,
     T,
@@ -432,6 +433,7 @@ def _forward_prepare_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -445,7 +447,7 @@ def _forward_prepare_1(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    Aqa = tl.zeros([C, C, ], tl.float32)
+    Aqk = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -454,18 +456,18 @@ def _forward_prepare_1(
         x = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # Aqa = gram(x, k; g, to, strict=False)
+        # Aqk = gram(x, k; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(x, C, BK)
         operand_1_16 = _blocks(k, C, BK)
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
             left_0_16 = (operand_0_16 * decay_16).to(DOT)
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -473,14 +475,14 @@ def _forward_prepare_1(
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
         left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        Aqa_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        Aqa += _from_blocks(Aqa_16, C)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        Aqk += _from_blocks(Aqk_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             left_0 = (x * decay).to(DOT)
             right_1 = (k * decay).to(DOT)
-            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -488,22 +490,22 @@ def _forward_prepare_1(
             decay_right = tl.where(second, 0.0, decay)
             left_0 = (x * decay_left).to(DOT)
             right_1 = (k * decay_right).to(DOT)
-            Aqa += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
         # x4 = sum[to](g)
         x4 = _sums(_keep_to(row), g, GATE_PARTS)
         # QL = x * exp(x4)
         QL = x * tl.exp(x4)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
 
 
 @_jit
 def _forward_scan(
     W_ptr,
     U_ptr,
-    Aqa_ptr,
+    Aqk_ptr,
     QL_ptr,
-    AT_ptr,
+    KT_ptr,
     Gc_ptr,
     o_out,
     initial_ptr,
@@ -524,6 +526,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -556,9 +559,9 @@ def _forward_scan(
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x6
         Vnew = U + (-x6)
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x8 = Aqa @ Vnew
-        x8 = _dot(Aqa, Vnew, DOT, PRECISION)
+        Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
+        # x8 = Aqk @ Vnew
+        x8 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x9 = QL @ S
         x9 = _dot(QL, S, RANGE, PRECISION)
@@ -566,9 +569,9 @@ def _forward_scan(
         o = x8 + x9
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x12 = AT^T @ Vnew
-        x12 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x12 = KT^T @ Vnew
+        x12 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x12 + (S * Gc)
         S_next = x12 + (S * Gc[:, None])
@@ -589,12 +592,12 @@ def _backward_prepare(
     e_ptr,
     k_ptr,
     g_ptr,
-    Aqa_ptr,
+    Aqk_ptr,
     do_ptr,
     q_ptr,
     U_out,
     W_out,
-    AT_out,
+    KT_out,
     x17_out,
     Gc_out,
     QL_out,
@@ -614,6 +617,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -643,9 +647,9 @@ def _backward_prepare(
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
         # x13 = sum[after](g)
         x13 = _sums(_keep_after(row), g, GATE_PARTS)
-        # AT = k * exp(x13)
-        AT = k * tl.exp(x13)
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * exp(x13)
+        KT = k * tl.exp(x13)
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         # x46 = sum[all](g)
         x46 = tl.sum(g, 0)
         # Gc = exp(x46)
@@ -655,7 +659,7 @@ def _backward_prepare(
         # QL = (scale * q) * x2
         QL = (scale * q) * x2
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -665,8 +669,8 @@ def _backward_prepare(
         U = _dot(E, (w * v), DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x17 = Aqa^T @ do
-        x17 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x17 = Aqk^T @ do
+        x17 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x17_out + tile * C * V, x17, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -674,7 +678,7 @@ def _backward_prepare(
 def _backward_scan(
     W_ptr,
     U_ptr,
-    AT_ptr,
+    KT_ptr,
     Gc_ptr,
     Vnew_out,
     initial_ptr,
@@ -696,6 +700,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -730,9 +735,9 @@ def _backward_scan(
         # Vnew = U + -x6
         Vnew = U + (-x6)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x51 = AT^T @ Vnew
-        x51 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x51 = KT^T @ Vnew
+        x51 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x51 + (S * Gc)
         S_next = x51 + (S * Gc[:, None])
@@ -743,7 +748,7 @@ def _backward_scan(
 
 @_jit
 def _backward_reverse(
-    AT_ptr,
+    KT_ptr,
     x17_ptr,
     Gc_ptr,
     QL_ptr,
@@ -769,6 +774,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -796,9 +802,9 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x16 = AT @ dS
-        x16 = _dot(AT, dS, RANGE, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x16 = KT @ dS
+        x16 = _dot(KT, dS, RANGE, PRECISION)
         x17 = _load_rows(x17_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x16 + x17
         dVnew = x16 + x17
@@ -831,7 +837,7 @@ def _backward_finish(
     v_ptr,
     Gc_ptr,
     x3_out,
-    dAqa_out,
+    dAqk_out,
     x15_out,
     x20_out,
     x22_out,
@@ -854,6 +860,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -870,8 +877,8 @@ def _backward_finish(
     col_k = tl.arange(0, BK)
     in_k = col_k < K
     dQL = tl.zeros([C, BK, ], tl.float32)
-    dAqa = tl.zeros([C, C, ], tl.float32)
-    dAT = tl.zeros([C, BK, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
+    dKT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     x19 = tl.zeros([C, BK, ], tl.float32)
     x22 = tl.zeros([C, C, ], tl.float32)
@@ -884,11 +891,11 @@ def _backward_finish(
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dAqa = do @ Vnew^T
-        dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
+        # dAqk = do @ Vnew^T
+        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # dAT = Vnew @ dS^T
-        dAT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
+        # dKT = Vnew @ dS^T
+        dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x18 = E^T @ dVnew
         x18 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
@@ -910,7 +917,7 @@ def _backward_finish(
         x45 = dS * S
         # dGc = sum_V(x45)
         dGc += tl.sum(x45, 1)
-    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x22_out + tile * C * C, x22, row, row, C, C, C, True)
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
     # x = sum[to](g)
@@ -922,8 +929,8 @@ def _backward_finish(
     _store_rows(x3_out + tile * C * K, x3, row, col_k, K, C, K, K % BK == 0)
     # x13 = sum[after](g)
     x13 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x15 = dAT * exp(x13)
-    x15 = dAT * tl.exp(x13)
+    # x15 = dKT * exp(x13)
+    x15 = dKT * tl.exp(x13)
     _store_rows(x15_out + tile * C * K, x15, row, col_k, K, C, K, K % BK == 0)
     # x20 = x19 * x2
     x20 = x19 * x2
@@ -936,7 +943,7 @@ def _backward_finish(
 
 @_jit
 def _backward_finish_1(
-    dAqa_ptr,
+    dAqk_ptr,
     k_ptr,
     g_ptr,
     x3_ptr,
@@ -966,6 +973,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -979,9 +987,9 @@ def _backward_finish_1(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x9 = diagonal(dAqa)
-    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x9 = diagonal(dAqk)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     x22 = _load_rows(x22_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -997,15 +1005,15 @@ def _backward_finish_1(
         x8 = tl.zeros([C, BK, ], tl.float32)
         x23 = tl.zeros([C, BK, ], tl.float32)
         x34 = tl.zeros([C, BK, ], tl.float32)
-        # x8 = gram_dx(dAqa, k; g, to, strict=True)
+        # x8 = gram_dx(dAqk, k; g, to, strict=True)
         # x23 = gram_dx(x22, k; g, to, strict=True)
-        # x34 = gram_dy(dAqa, x28; g, to, strict=True)
+        # x34 = gram_dy(dAqk, x28; g, to, strict=True)
         # x34 -= gram_dy(x22, x5; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(x28, C, BK)
         operand_2_16 = _blocks(x5, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqa, C)
+        cotangent_0_16 = _diagonal_blocks(dAqk, C)
         cotangent_1_16 = _diagonal_blocks(x22, C)
         x8_16 = _block_zeros(C, BK)
         x23_16 = _block_zeros(C, BK)
@@ -1044,7 +1052,7 @@ def _backward_finish_1(
             right_0 = (k * decay).to(DOT)
             left_1 = (x28 * decay).to(DOT)
             left_2 = (x5 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(DOT)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
             cotangent_1_edge = tl.where(edge, x22, 0.0).to(DOT)
             x8 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
             x23 += decay * _dot(cotangent_1_edge, right_0, DOT, PRECISION)
@@ -1058,9 +1066,9 @@ def _backward_finish_1(
             right_0 = (k * decay_right).to(DOT)
             left_1 = (x28 * decay_left).to(DOT)
             left_2 = (x5 * decay_left).to(DOT)
-            x8 += decay_left * _dot(dAqa, right_0, DOT, PRECISION)
+            x8 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
             x23 += decay_left * _dot(x22, right_0, DOT, PRECISION)
-            x34 += decay_right * _dot(tl.trans(dAqa), left_1, DOT, PRECISION)
+            x34 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
             x34 -= decay_right * _dot(tl.trans(x22), left_2, DOT, PRECISION)
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x3 + (x8 + (x9 * k))) * scale
@@ -1198,6 +1206,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
+        "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
     }
     own = {}
@@ -1245,9 +1254,9 @@ def _forward_triton(
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     with _on(q):
         _launch(
@@ -1261,7 +1270,7 @@ def _forward_triton(
             E,
             U,
             W,
-            AT,
+            KT,
             Gc,
             scale,
             T,
@@ -1279,7 +1288,7 @@ def _forward_triton(
             q,
             k,
             g,
-            Aqa,
+            Aqk,
             QL,
             scale,
             T,
@@ -1296,9 +1305,9 @@ def _forward_triton(
             B * HV * -(-V // own["forward.scan"]["BV"]),
             W,
             U,
-            Aqa,
+            Aqk,
             QL,
-            AT,
+            KT,
             Gc,
             o,
             initial,
@@ -1315,7 +1324,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1328,7 +1337,7 @@ def _backward_triton(
     w: Tensor,
     g: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     E: Tensor,
     scale: float,
     needs: int,
@@ -1356,7 +1365,7 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x17 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1369,12 +1378,12 @@ def _backward_triton(
                 e,
                 k,
                 g,
-                Aqa,
+                Aqk,
                 do,
                 q,
                 U,
                 W,
-                AT,
+                KT,
                 x17,
                 Gc,
                 QL,
@@ -1396,7 +1405,7 @@ def _backward_triton(
                 B * HV * -(-V // own["backward.scan"]["BV"]),
                 W,
                 U,
-                AT,
+                KT,
                 Gc,
                 Vnew,
                 initial,
@@ -1420,7 +1429,7 @@ def _backward_triton(
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
-                AT,
+                KT,
                 x17,
                 Gc,
                 QL,
@@ -1444,7 +1453,7 @@ def _backward_triton(
             )
         if needs & 63:
             x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1463,7 +1472,7 @@ def _backward_triton(
                 v,
                 Gc,
                 x3,
-                dAqa,
+                dAqk,
                 x15,
                 x20,
                 x22,
@@ -1484,7 +1493,7 @@ def _backward_triton(
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
-                dAqa,
+                dAqk,
                 k,
                 g,
                 x3,
@@ -1671,18 +1680,18 @@ def _forward_torch(
     q, k, v, e, w, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, e, w, g,))
     # x2 = e * k
     x2 = e * k
-    # Abk = gram(x2, k; g, to, strict=True)
-    Abk = _gram(x2, k, g, False, True)
+    # N = gram(x2, k; g, to, strict=True)
+    N = _gram(x2, k, g, False, True)
     # x10 = sum[after](g)
     x10 = _run(g, 'after')
-    # AT = k * exp(x10)
-    AT = k * torch.exp(x10)
+    # KT = k * exp(x10)
+    KT = k * torch.exp(x10)
     # x13 = sum[all](g)
     x13 = g.sum(-2)
     # Gc = exp(x13)
     Gc = torch.exp(x13)
-    # E = inverse(Abk)
-    E = _inverse_of(Abk)
+    # E = inverse(N)
+    E = _inverse_of(N)
     # x4 = sum[to](g)
     x4 = _run(g, 'to')
     # x5 = exp(x4)
@@ -1693,8 +1702,8 @@ def _forward_torch(
     U = E @ (w * v)
     # x = scale * q
     x = scale * q
-    # Aqa = gram(x, k; g, to, strict=False)
-    Aqa = _gram(x, k, g, False, False)
+    # Aqk = gram(x, k; g, to, strict=False)
+    Aqk = _gram(x, k, g, False, False)
     # QL = x * x5
     QL = x * x5
     S = state
@@ -1702,22 +1711,22 @@ def _forward_torch(
     for chunk in range(NT):
         W_here = W[:, chunk]
         U_here = U[:, chunk]
-        Aqa_here = Aqa[:, chunk]
+        Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
-        AT_here = AT[:, chunk]
+        KT_here = KT[:, chunk]
         Gc_here = Gc[:, chunk]
         # x6 = W @ S
         x6 = W_here @ S
         # Vnew = U + -x6
         Vnew = U_here + (-x6)
-        # x8 = Aqa @ Vnew
-        x8 = Aqa_here @ Vnew
+        # x8 = Aqk @ Vnew
+        x8 = Aqk_here @ Vnew
         # x9 = QL @ S
         x9 = QL_here @ S
         # o = x8 + x9
         o = x8 + x9
-        # x12 = AT^T @ Vnew
-        x12 = AT_here.mT @ Vnew
+        # x12 = KT^T @ Vnew
+        x12 = KT_here.mT @ Vnew
         # S_next = x12 + (S * Gc)
         S_next = x12 + (S * Gc_here[..., :, None])
         o_all.append(o)
@@ -1725,7 +1734,7 @@ def _forward_torch(
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1738,7 +1747,7 @@ def _backward_torch(
     w: Tensor,
     g: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     E: Tensor,
     scale: float,
     needs: int,
@@ -1768,8 +1777,8 @@ def _backward_torch(
     x13 = _run(g, 'after')
     # x14 = exp(x13)
     x14 = torch.exp(x13)
-    # AT = k * x14
-    AT = k * x14
+    # KT = k * x14
+    KT = k * x14
     # x46 = sum[all](g)
     x46 = g.sum(-2)
     # Gc = exp(x46)
@@ -1783,8 +1792,8 @@ def _backward_torch(
         # U = E @ (w * v)
         U = E @ (w * v)
     if needs & 126:
-        # x17 = Aqa^T @ do
-        x17 = Aqa.mT @ do
+        # x17 = Aqk^T @ do
+        x17 = Aqk.mT @ do
     if needs & 43:
         S = state
         Vnew_all: list[Tensor] = []
@@ -1792,15 +1801,15 @@ def _backward_torch(
         for chunk in range(NT):
             W_here = W[:, chunk]
             U_here = U[:, chunk]
-            AT_here = AT[:, chunk]
+            KT_here = KT[:, chunk]
             Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
             # x6 = W @ S
             x6 = W_here @ S
             # Vnew = U + -x6
             Vnew = U_here + (-x6)
-            # x51 = AT^T @ Vnew
-            x51 = AT_here.mT @ Vnew
+            # x51 = KT^T @ Vnew
+            x51 = KT_here.mT @ Vnew
             # S_next = x51 + (S * Gc)
             S_next = x51 + (S * Gc_here[..., :, None])
             Vnew_all.append(Vnew)
@@ -1813,15 +1822,15 @@ def _backward_torch(
         dVnew_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
-            AT_here = AT[:, chunk]
+            KT_here = KT[:, chunk]
             x17_here = x17[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             W_here = W[:, chunk]
             kept_dS_all.append(dS)
-            # x16 = AT @ dS
-            x16 = AT_here @ dS
+            # x16 = KT @ dS
+            x16 = KT_here @ dS
             # dVnew = x16 + x17
             dVnew = x16 + x17_here
             # x54 = QL^T @ do
@@ -1839,11 +1848,11 @@ def _backward_torch(
         # dQL = do @ S^T
         dQL = do @ S.mT
     if needs & 35:
-        # dAqa = do @ Vnew^T
-        dAqa = do @ Vnew.mT
+        # dAqk = do @ Vnew^T
+        dAqk = do @ Vnew.mT
     if needs & 34:
-        # dAT = Vnew @ dS^T
-        dAT = Vnew @ dS.mT
+        # dKT = Vnew @ dS^T
+        dKT = Vnew @ dS.mT
     if needs & 62:
         # x18 = E^T @ dVnew
         x18 = E.mT @ dVnew
@@ -1867,8 +1876,8 @@ def _backward_torch(
         # x3 = dQL * x2
         x3 = dQL * x2
     if needs & 34:
-        # x15 = dAT * x14
-        x15 = dAT * x14
+        # x15 = dKT * x14
+        x15 = dKT * x14
     if needs & 42:
         # x20 = x19 * x2
         x20 = x19 * x2
@@ -1876,11 +1885,11 @@ def _backward_torch(
         # x47 = dGc * Gc
         x47 = dGc * Gc
     if needs & 3:
-        # x9 = diagonal(dAqa)
-        x9 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x9 = diagonal(dAqk)
+        x9 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 33:
-        # x8 = gram_dx(dAqa, k; g, to, strict=True)
-        x8 = _gram_dx(dAqa, k, g, False)
+        # x8 = gram_dx(dAqk, k; g, to, strict=True)
+        x8 = _gram_dx(dAqk, k, g, False)
     if needs & 1:
         # dq = (x3 + (x8 + (x9 * k))) * scale
         dq = (x3 + (x8 + (x9[..., :, None] * k))) * scale
@@ -1891,8 +1900,8 @@ def _backward_torch(
         # x25 = -x20 + -x23
         x25 = (-x20) + (-x23)
     if needs & 34:
-        # x31 = gram_dy(dAqa, x28; g, to, strict=True)
-        x31 = _gram_dy(dAqa, x28, g, False)
+        # x31 = gram_dy(dAqk, x28; g, to, strict=True)
+        x31 = _gram_dy(dAqk, x28, g, False)
         # x32 = gram_dy(x22, x5; g, to, strict=True)
         x32 = _gram_dy(x22, x5, g, False)
         # x34 = x31 + -x32

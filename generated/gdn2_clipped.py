@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 20850493:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program e279792d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_20850493"
+_NAME = "gdn2_clipped_e279792d"
 
 
 def _jit(function: Any) -> Any:
@@ -321,6 +321,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -410,7 +411,7 @@ def _forward_prepare(
         x34_16 = _block_zeros(C, 16)
         lane = tl.arange(0, 16)
         for level in range(3):
-            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
             left_0_16 = (operand_0_16 * decay_16).to(DOT)
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
@@ -418,7 +419,7 @@ def _forward_prepare(
             x33_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
             x34_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
-        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
@@ -430,7 +431,7 @@ def _forward_prepare(
         x33 += _from_blocks(x33_16, C)
         x34 += _from_blocks(x34_16, C)
         for level in range(4, LEVELS - 1):
-            decay = tl.exp(_sums(_reach(row, level, False), x26, GATE_PARTS))
+            decay = tl.exp(_sums(_reach(row, level, False), x26, FLOAT_PARTS))
             edge = _edge(row, level)
             left_0 = (k * decay).to(DOT)
             right_1 = (j * decay).to(DOT)
@@ -438,7 +439,7 @@ def _forward_prepare(
             x33 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
             x34 += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
         if LEVELS > 4:
-            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, GATE_PARTS))
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, FLOAT_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
@@ -453,7 +454,7 @@ def _forward_prepare(
         Gc = tl.exp(x42)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # x44 = sum[after](x26)
-        x44 = _sums(_keep_after(row), x26, GATE_PARTS)
+        x44 = _sums(_keep_after(row), x26, FLOAT_PARTS)
         # x45 = exp(x44)
         x45 = tl.exp(x44)
         # KT = k * x45
@@ -491,7 +492,7 @@ def _forward_prepare(
         x17 = x16 * x16
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         # x27 = sum[to](min(g, x25))
-        x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), GATE_PARTS)
+        x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), FLOAT_PARTS)
         # x37 = M4 @ (k * exp(x27))
         x37 = _dot(M4, (k * tl.exp(x27)), RANGE, PRECISION)
         _store_rows(x37_out + tile * C * K, x37, row, col_k, K, C, K, K % BK == 0)
@@ -537,6 +538,7 @@ def _forward_prepare_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -623,7 +625,7 @@ def _forward_prepare_1(
         Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
         lane = tl.arange(0, 16)
         for level in range(3):
-            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
             left_0_16 = (operand_0_16 * decay_16).to(DOT)
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
@@ -631,7 +633,7 @@ def _forward_prepare_1(
             Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
             Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
-        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
@@ -643,7 +645,7 @@ def _forward_prepare_1(
         Aqk += _from_blocks(Aqk_16, C)
         Aqa += _from_blocks(Aqa_16, C)
         for level in range(4, LEVELS - 1):
-            decay = tl.exp(_sums(_reach(row, level, False), x26, GATE_PARTS))
+            decay = tl.exp(_sums(_reach(row, level, False), x26, FLOAT_PARTS))
             edge = _edge(row, level)
             left_0 = (x * decay).to(DOT)
             right_1 = (k * decay).to(DOT)
@@ -651,7 +653,7 @@ def _forward_prepare_1(
             Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
             Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
         if LEVELS > 4:
-            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, GATE_PARTS))
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, FLOAT_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
@@ -661,7 +663,7 @@ def _forward_prepare_1(
             Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
             Aqa += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
         # x27 = sum[to](x26)
-        x27 = _sums(_keep_to(row), x26, GATE_PARTS)
+        x27 = _sums(_keep_to(row), x26, FLOAT_PARTS)
         # QL = x * exp(x27)
         QL = x * tl.exp(x27)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -707,6 +709,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -806,6 +809,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -900,14 +904,14 @@ def _backward_prepare(
         # x27 = min(g, x26)
         x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
         # x28 = sum[to](x27)
-        x28 = _sums(_keep_to(row), x27, GATE_PARTS)
+        x28 = _sums(_keep_to(row), x27, FLOAT_PARTS)
         # x29 = exp(x28)
         x29 = tl.exp(x28)
         # x31 = M4 @ (k * x29)
         x31 = _dot(M4, (k * x29), RANGE, PRECISION)
         _store_rows(x31_out + tile * C * K, x31, row, col_k, K, C, K, K % BK == 0)
         # x47 = sum[after](x27)
-        x47 = _sums(_keep_after(row), x27, GATE_PARTS)
+        x47 = _sums(_keep_after(row), x27, FLOAT_PARTS)
         # x48 = exp(x47)
         x48 = tl.exp(x47)
         # AT = j * x48
@@ -955,6 +959,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -1032,6 +1037,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -1125,6 +1131,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -1173,13 +1180,13 @@ def _backward_finish(
     x154_16 = _block_zeros(C, 16)
     lane = tl.arange(0, 16)
     for level in range(3):
-        decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+        decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
         edge_16 = _edge(lane, level)[None, :, :]
         left_0_16 = (operand_0_16 * decay_16).to(DOT)
         right_1_16 = (operand_0_16 * decay_16).to(DOT)
         x154_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
     # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
-    decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+    decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
     second_16 = (lane >= 8)[None, :, None]
     decay_left_16 = tl.where(second_16, decay_16, 0.0)
     decay_right_16 = tl.where(second_16, 0.0, decay_16)
@@ -1188,13 +1195,13 @@ def _backward_finish(
     x154_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
     x154 += _from_blocks(x154_16, C)
     for level in range(4, LEVELS - 1):
-        decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
+        decay = tl.exp(_sums(_reach(row, level, False), x27, FLOAT_PARTS))
         edge = _edge(row, level)
         left_0 = (k * decay).to(DOT)
         right_1 = (k * decay).to(DOT)
         x154 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
     if LEVELS > 4:
-        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x27, GATE_PARTS))
+        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x27, FLOAT_PARTS))
         second = (row >= C // 2)[:, None]
         decay_left = tl.where(second, decay, 0.0)
         decay_right = tl.where(second, 0.0, decay)
@@ -1272,14 +1279,14 @@ def _backward_finish(
     _store_rows(x64_out + tile * C * C, x64, row, row, C, C, C, True)
     tl.store(x161_out + tile * C + row, x161, mask=row < C)
     # x28 = sum[to](x27)
-    x28 = _sums(_keep_to(row), x27, GATE_PARTS)
+    x28 = _sums(_keep_to(row), x27, FLOAT_PARTS)
     # x29 = exp(x28)
     x29 = tl.exp(x28)
     # x45 = dQL * x29
     x45 = dQL * x29
     _store_rows(x45_out + tile * C * K, x45, row, col_k, K, C, K, K % BK == 0)
     # x47 = sum[after](x27)
-    x47 = _sums(_keep_after(row), x27, GATE_PARTS)
+    x47 = _sums(_keep_after(row), x27, FLOAT_PARTS)
     # x48 = exp(x47)
     x48 = tl.exp(x47)
     # x49 = dKT * x48
@@ -1335,6 +1342,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -1420,7 +1428,7 @@ def _backward_finish_1(
     x76_16 = _block_zeros(C, BK)
     lane = tl.arange(0, 16)
     for level in range(3):
-        decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
+        decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
         edge_16 = _edge(lane, level)[None, :, :]
         right_0_16 = (operand_0_16 * decay_16).to(DOT)
         right_1_16 = (operand_1_16 * decay_16).to(DOT)
@@ -1439,7 +1447,7 @@ def _backward_finish_1(
         x76_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
         x76_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
     # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
-    decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
+    decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
     second_16 = (lane >= 8)[None, :, None]
     decay_left_16 = tl.where(second_16, decay_16, 0.0)
     decay_right_16 = tl.where(second_16, 0.0, decay_16)
@@ -1460,7 +1468,7 @@ def _backward_finish_1(
     x61 += tl.reshape(x61_16, [C, BK])
     x76 += tl.reshape(x76_16, [C, BK])
     for level in range(4, LEVELS - 1):
-        decay = tl.exp(_sums(_reach(row, level, False), x27, GATE_PARTS))
+        decay = tl.exp(_sums(_reach(row, level, False), x27, FLOAT_PARTS))
         edge = _edge(row, level)
         right_0 = (k * decay).to(DOT)
         right_1 = (j * decay).to(DOT)
@@ -1479,7 +1487,7 @@ def _backward_finish_1(
         x76 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
         x76 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
     if LEVELS > 4:
-        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x27, GATE_PARTS))
+        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x27, FLOAT_PARTS))
         second = (row >= C // 2)[:, None]
         decay_left = tl.where(second, decay, 0.0)
         decay_right = tl.where(second, 0.0, decay)
@@ -1661,6 +1669,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
+        "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
     }
     own = {}
@@ -2827,7 +2836,7 @@ def gdn2_clipped(
         k: [B, T, H, K], the dtype of q.
         j: [B, T, H, K], the dtype of q.
         v: [B, T, HV, V], the dtype of q.
-        g: [B, T, HV, K], the dtype of q or float32; a natural logarithm of the decay, per token.
+        g: [B, T, HV, K], the dtype of q or float32.
         eta: [B, T, HV], the dtype of q or float32.
         scale: a number; K^-1/2 if None.
         initial_state: [B, HV, K, V], float32 (float64 with float64 inputs); zero if None.

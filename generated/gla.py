@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program a2b8aafb:
+# gated linear attention, one decay a channel, program 476ceb66:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -18,8 +18,8 @@
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
 #     QL     scaled queries, decayed from the chunk's start
-#     AT     write vectors a, decayed to the chunk's end
-#     Aqa    decayed products of queries and write vectors, lower triangle
+#     KT     keys, decayed to the chunk's end
+#     Aqk    decayed products of queries and keys, lower triangle
 #     Gc     decay over the whole chunk
 #     S      state before the chunk, [K, V]
 #     dS     cotangent of the state after the chunk
@@ -44,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla"]
 
-_NAME = "gla_a2b8aafb"
+_NAME = "gla_476ceb66"
 
 
 def _jit(function: Any) -> Any:
@@ -290,10 +290,10 @@ def _forward_prepare(
     k_ptr,
     v_ptr,
     QL_out,
-    Aqa_out,
+    Aqk_out,
     x5_out,
     Gc_out,
-    AT_out,
+    KT_out,
     scale,
     T,
     NT,
@@ -310,6 +310,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -323,7 +324,7 @@ def _forward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    Aqa = tl.zeros([C, C, ], tl.float32)
+    Aqk = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -332,18 +333,18 @@ def _forward_prepare(
         x = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # Aqa = gram(x, k; g, to, strict=False)
+        # Aqk = gram(x, k; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(x, C, BK)
         operand_1_16 = _blocks(k, C, BK)
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
             left_0_16 = (operand_0_16 * decay_16).to(DOT)
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -351,14 +352,14 @@ def _forward_prepare(
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
         left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        Aqa_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        Aqa += _from_blocks(Aqa_16, C)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        Aqk += _from_blocks(Aqk_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             left_0 = (x * decay).to(DOT)
             right_1 = (k * decay).to(DOT)
-            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -366,7 +367,7 @@ def _forward_prepare(
             decay_right = tl.where(second, 0.0, decay)
             left_0 = (x * decay_left).to(DOT)
             right_1 = (k * decay_right).to(DOT)
-            Aqa += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
         # QL = x * exp(x2)
@@ -379,17 +380,17 @@ def _forward_prepare(
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # x8 = sum[after](g)
         x8 = _sums(_keep_after(row), g, GATE_PARTS)
-        # AT = k * exp(x8)
-        AT = k * tl.exp(x8)
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * exp(x8)
+        KT = k * tl.exp(x8)
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
-        _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x5 = Aqa @ v
-        x5 = _dot(Aqa, v, DOT, PRECISION)
+        # x5 = Aqk @ v
+        x5 = _dot(Aqk, v, DOT, PRECISION)
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -398,7 +399,7 @@ def _forward_scan(
     QL_ptr,
     x5_ptr,
     Gc_ptr,
-    AT_ptr,
+    KT_ptr,
     v_ptr,
     o_out,
     initial_ptr,
@@ -419,6 +420,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -453,10 +455,10 @@ def _forward_scan(
         o = x4 + x5
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x10 = AT^T @ v
-        x10 = _dot(tl.trans(AT), v, DOT, PRECISION)
+        # x10 = KT^T @ v
+        x10 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = (S * Gc) + x10
         S_next = (S * Gc[:, None]) + x10
@@ -474,7 +476,7 @@ def _backward_prepare(
     k_ptr,
     g_ptr,
     q_ptr,
-    AT_out,
+    KT_out,
     Gc_out,
     QL_out,
     scale,
@@ -493,6 +495,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -513,9 +516,9 @@ def _backward_prepare(
         # x9 = sum[after](g)
         x9 = _sums(_keep_after(row), g, GATE_PARTS)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # AT = k * exp(x9)
-        AT = k * tl.exp(x9)
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * exp(x9)
+        KT = k * tl.exp(x9)
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         # x28 = sum[all](g)
         x28 = tl.sum(g, 0)
         # Gc = exp(x28)
@@ -532,7 +535,7 @@ def _backward_prepare(
 @_jit
 def _backward_scan(
     Gc_ptr,
-    AT_ptr,
+    KT_ptr,
     v_ptr,
     initial_ptr,
     final_out,
@@ -553,6 +556,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -580,10 +584,10 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x31 = AT^T @ v
-        x31 = _dot(tl.trans(AT), v, DOT, PRECISION)
+        # x31 = KT^T @ v
+        x31 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = (S * Gc) + x31
         S_next = (S * Gc[:, None]) + x31
@@ -616,6 +620,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -662,10 +667,10 @@ def _backward_finish(
     S_ptr,
     g_ptr,
     dS_ptr,
-    AT_ptr,
-    Aqa_ptr,
+    KT_ptr,
+    Aqk_ptr,
     Gc_ptr,
-    dAqa_out,
+    dAqk_out,
     x7_out,
     x11_out,
     dv_out,
@@ -686,6 +691,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -701,29 +707,29 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    dAqa = tl.zeros([C, C, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
-    dAT = tl.zeros([C, BK, ], tl.float32)
-    AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    dKT = tl.zeros([C, BK, ], tl.float32)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     dGc = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # dAqa = do @ v^T
-        dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
+        # dAqk = do @ v^T
+        dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # dAT = v @ dS^T
-        dAT += _dot(v, tl.trans(dS), RANGE, PRECISION)
-        # x16 = AT @ dS
-        x16 = _dot(AT, dS, RANGE, PRECISION)
-        # x17 = Aqa^T @ do
-        x17 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # dKT = v @ dS^T
+        dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
+        # x16 = KT @ dS
+        x16 = _dot(KT, dS, RANGE, PRECISION)
+        # x17 = Aqk^T @ do
+        x17 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = x16 + x17
         dv = x16 + x17
         if NEED & 4:
@@ -732,7 +738,7 @@ def _backward_finish(
         x27 = dS * S
         # dGc = sum_V(x27)
         dGc += tl.sum(x27, 1)
-    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
     # x5 = sum[to](g)
     x5 = _sums(_keep_to(row), g, GATE_PARTS)
@@ -741,8 +747,8 @@ def _backward_finish(
     _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
     # x9 = sum[after](g)
     x9 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x11 = dAT * exp(x9)
-    x11 = dAT * tl.exp(x9)
+    # x11 = dKT * exp(x9)
+    x11 = dKT * tl.exp(x9)
     _store_rows(x11_out + tile * C * K, x11, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
     # x29 = dGc * Gc
@@ -752,7 +758,7 @@ def _backward_finish(
 
 @_jit
 def _backward_finish_1(
-    dAqa_ptr,
+    dAqk_ptr,
     k_ptr,
     g_ptr,
     x7_ptr,
@@ -778,6 +784,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -791,9 +798,9 @@ def _backward_finish_1(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x2 = diagonal(dAqa)
-    x2 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x2 = diagonal(dAqk)
+    x2 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -804,12 +811,12 @@ def _backward_finish_1(
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         x = tl.zeros([C, BK, ], tl.float32)
         x13 = tl.zeros([C, BK, ], tl.float32)
-        # x = gram_dx(dAqa, k; g, to, strict=True)
-        # x13 = gram_dy(dAqa, x12; g, to, strict=True)
+        # x = gram_dx(dAqk, k; g, to, strict=True)
+        # x13 = gram_dy(dAqk, x12; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(x12, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqa, C)
+        cotangent_0_16 = _diagonal_blocks(dAqk, C)
         x_16 = _block_zeros(C, BK)
         x13_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
@@ -837,7 +844,7 @@ def _backward_finish_1(
             edge = _edge(row, level)
             right_0 = (k * decay).to(DOT)
             left_1 = (x12 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(DOT)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
             x += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
             x13 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
         if LEVELS > 4:
@@ -847,8 +854,8 @@ def _backward_finish_1(
             decay_right = tl.where(second, 0.0, decay)
             right_0 = (k * decay_right).to(DOT)
             left_1 = (x12 * decay_left).to(DOT)
-            x += decay_left * _dot(dAqa, right_0, DOT, PRECISION)
-            x13 += decay_right * _dot(tl.trans(dAqa), left_1, DOT, PRECISION)
+            x += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
+            x13 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
         x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((x + (x2 * k)) + x7) * scale
         dq = ((x + (x2[:, None] * k)) + x7) * scale
@@ -978,6 +985,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
+        "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
     }
     own = {}
@@ -1021,10 +1029,10 @@ def _forward_triton(
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1034,10 +1042,10 @@ def _forward_triton(
             k,
             v,
             QL,
-            Aqa,
+            Aqk,
             x5,
             Gc,
-            AT,
+            KT,
             scale,
             T,
             NT,
@@ -1054,7 +1062,7 @@ def _forward_triton(
             QL,
             x5,
             Gc,
-            AT,
+            KT,
             v,
             o,
             initial,
@@ -1071,7 +1079,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1082,7 +1090,7 @@ def _backward_triton(
     v: Tensor,
     g: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1105,7 +1113,7 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0)
     with _on(q):
         if needs & 31:
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
@@ -1114,7 +1122,7 @@ def _backward_triton(
                 k,
                 g,
                 q,
-                AT,
+                KT,
                 Gc,
                 QL,
                 scale,
@@ -1133,7 +1141,7 @@ def _backward_triton(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
                 Gc,
-                AT,
+                KT,
                 v,
                 initial,
                 none,
@@ -1174,7 +1182,7 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 15:
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x7 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x11 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x29 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -1186,10 +1194,10 @@ def _backward_triton(
                 kept_S,
                 g,
                 kept_dS,
-                AT,
-                Aqa,
+                KT,
+                Aqk,
                 Gc,
-                dAqa,
+                dAqk,
                 x7,
                 x11,
                 dv,
@@ -1208,7 +1216,7 @@ def _backward_triton(
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
-                dAqa,
+                dAqk,
                 k,
                 g,
                 x7,
@@ -1393,32 +1401,32 @@ def _forward_torch(
     x2 = _run(g, 'to')
     # QL = x * exp(x2)
     QL = x * torch.exp(x2)
-    # Aqa = gram(x, k; g, to, strict=False)
-    Aqa = _gram(x, k, g, False, False)
+    # Aqk = gram(x, k; g, to, strict=False)
+    Aqk = _gram(x, k, g, False, False)
     # x6 = sum[all](g)
     x6 = g.sum(-2)
     # Gc = exp(x6)
     Gc = torch.exp(x6)
     # x8 = sum[after](g)
     x8 = _run(g, 'after')
-    # AT = k * exp(x8)
-    AT = k * torch.exp(x8)
-    # x5 = Aqa @ v
-    x5 = Aqa @ v
+    # KT = k * exp(x8)
+    KT = k * torch.exp(x8)
+    # x5 = Aqk @ v
+    x5 = Aqk @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
         QL_here = QL[:, chunk]
         x5_here = x5[:, chunk]
         Gc_here = Gc[:, chunk]
-        AT_here = AT[:, chunk]
+        KT_here = KT[:, chunk]
         v_here = v[:, chunk]
         # x4 = QL @ S
         x4 = QL_here @ S
         # o = x4 + x5
         o = x4 + x5_here
-        # x10 = AT^T @ v
-        x10 = AT_here.mT @ v_here
+        # x10 = KT^T @ v
+        x10 = KT_here.mT @ v_here
         # S_next = (S * Gc) + x10
         S_next = (S * Gc_here[..., :, None]) + x10
         o_all.append(o)
@@ -1426,7 +1434,7 @@ def _forward_torch(
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1437,7 +1445,7 @@ def _backward_torch(
     v: Tensor,
     g: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1460,8 +1468,8 @@ def _backward_torch(
         # x10 = exp(x9)
         x10 = torch.exp(x9)
     if needs & 13:
-        # AT = k * x10
-        AT = k * x10
+        # KT = k * x10
+        KT = k * x10
     # x28 = sum[all](g)
     x28 = g.sum(-2)
     # Gc = exp(x28)
@@ -1481,11 +1489,11 @@ def _backward_torch(
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
             Gc_here = Gc[:, chunk]
-            AT_here = AT[:, chunk]
+            KT_here = KT[:, chunk]
             v_here = v[:, chunk]
             kept_S_all.append(S)
-            # x31 = AT^T @ v
-            x31 = AT_here.mT @ v_here
+            # x31 = KT^T @ v
+            x31 = KT_here.mT @ v_here
             # S_next = (S * Gc) + x31
             S_next = (S * Gc_here[..., :, None]) + x31
             S = S_next
@@ -1507,19 +1515,19 @@ def _backward_torch(
         end_dS = dS
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 11:
-        # dAqa = do @ v^T
-        dAqa = do @ v.mT
+        # dAqk = do @ v^T
+        dAqk = do @ v.mT
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
     if needs & 10:
-        # dAT = v @ dS^T
-        dAT = v @ dS.mT
+        # dKT = v @ dS^T
+        dKT = v @ dS.mT
     if needs & 4:
-        # x16 = AT @ dS
-        x16 = AT @ dS
-        # x17 = Aqa^T @ do
-        x17 = Aqa.mT @ do
+        # x16 = KT @ dS
+        x16 = KT @ dS
+        # x17 = Aqk^T @ do
+        x17 = Aqk.mT @ do
         # dv = x16 + x17
         dv = x16 + x17
     if needs & 8:
@@ -1531,23 +1539,23 @@ def _backward_torch(
         # x7 = dQL * x6
         x7 = dQL * x6
     if needs & 10:
-        # x11 = dAT * x10
-        x11 = dAT * x10
+        # x11 = dKT * x10
+        x11 = dKT * x10
     if needs & 8:
         # x29 = dGc * Gc
         x29 = dGc * Gc
     if needs & 3:
-        # x2 = diagonal(dAqa)
-        x2 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x2 = diagonal(dAqk)
+        x2 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
-        # x = gram_dx(dAqa, k; g, to, strict=True)
-        x = _gram_dx(dAqa, k, g, False)
+        # x = gram_dx(dAqk, k; g, to, strict=True)
+        x = _gram_dx(dAqk, k, g, False)
     if needs & 1:
         # dq = ((x + (x2 * k)) + x7) * scale
         dq = ((x + (x2[..., :, None] * k)) + x7) * scale
     if needs & 10:
-        # x13 = gram_dy(dAqa, x12; g, to, strict=True)
-        x13 = _gram_dy(dAqa, x12, g, False)
+        # x13 = gram_dy(dAqk, x12; g, to, strict=True)
+        x13 = _gram_dy(dAqk, x12, g, False)
     if needs & 2:
         # dk = x11 + (x13 + (x2 * x12))
         dk = x11 + (x13 + (x2[..., :, None] * x12))

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program 62c3c8df:
+# Kimi Delta Attention, program c6df4c07:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -18,9 +18,9 @@
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
 #     QL     scaled queries, decayed from the chunk's start
-#     AT     write vectors a, decayed to the chunk's end
-#     Aqa    decayed products of queries and write vectors, lower triangle
-#     Abk    decayed products of erase vectors and keys, strictly lower
+#     KT     keys, decayed to the chunk's end
+#     Aqk    decayed products of queries and keys, lower triangle
+#     N      decayed products of erase and write vectors, strictly lower
 #     E      (I + N)^-1
 #     Vnew   values after the delta rule
 #     Gc     decay over the whole chunk
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda"]
 
-_NAME = "kda_62c3c8df"
+_NAME = "kda_c6df4c07"
 
 
 def _jit(function: Any) -> Any:
@@ -295,7 +295,7 @@ def _forward_prepare(
     M1_out,
     x3_out,
     x7_out,
-    AT_out,
+    KT_out,
     Gc_out,
     scale,
     T,
@@ -313,6 +313,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -368,9 +369,9 @@ def _forward_prepare(
             x2 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
         # x12 = sum[after](g)
         x12 = _sums(_keep_after(row), g, GATE_PARTS)
-        # AT = k * exp(x12)
-        AT = k * tl.exp(x12)
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * exp(x12)
+        KT = k * tl.exp(x12)
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         # x15 = sum[all](g)
         x15 = tl.sum(g, 0)
         # Gc = exp(x15)
@@ -407,7 +408,7 @@ def _forward_prepare_1(
     q_ptr,
     k_ptr,
     g_ptr,
-    Aqa_out,
+    Aqk_out,
     QL_out,
     scale,
     T,
@@ -425,6 +426,7 @@ def _forward_prepare_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -438,7 +440,7 @@ def _forward_prepare_1(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    Aqa = tl.zeros([C, C, ], tl.float32)
+    Aqk = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -447,18 +449,18 @@ def _forward_prepare_1(
         x = scale * q
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # Aqa = gram(x, k; g, to, strict=False)
+        # Aqk = gram(x, k; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(x, C, BK)
         operand_1_16 = _blocks(k, C, BK)
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
             left_0_16 = (operand_0_16 * decay_16).to(DOT)
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -466,14 +468,14 @@ def _forward_prepare_1(
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
         left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        Aqa_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        Aqa += _from_blocks(Aqa_16, C)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        Aqk += _from_blocks(Aqk_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             left_0 = (x * decay).to(DOT)
             right_1 = (k * decay).to(DOT)
-            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -481,22 +483,22 @@ def _forward_prepare_1(
             decay_right = tl.where(second, 0.0, decay)
             left_0 = (x * decay_left).to(DOT)
             right_1 = (k * decay_right).to(DOT)
-            Aqa += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
         # x4 = sum[to](g)
         x4 = _sums(_keep_to(row), g, GATE_PARTS)
         # QL = x * exp(x4)
         QL = x * tl.exp(x4)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+    _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
 
 
 @_jit
 def _forward_scan(
     x7_ptr,
     x3_ptr,
-    Aqa_ptr,
+    Aqk_ptr,
     QL_ptr,
-    AT_ptr,
+    KT_ptr,
     Gc_ptr,
     o_out,
     initial_ptr,
@@ -517,6 +519,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -549,9 +552,9 @@ def _forward_scan(
         x3 = _load_rows(x3_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x3 + -x8
         Vnew = x3 + (-x8)
-        Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x10 = Aqa @ Vnew
-        x10 = _dot(Aqa, Vnew, DOT, PRECISION)
+        Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
+        # x10 = Aqk @ Vnew
+        x10 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x11 = QL @ S
         x11 = _dot(QL, S, RANGE, PRECISION)
@@ -559,9 +562,9 @@ def _forward_scan(
         o = x10 + x11
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x14 = AT^T @ Vnew
-        x14 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x14 = KT^T @ Vnew
+        x14 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x14 + (S * Gc)
         S_next = x14 + (S * Gc[:, None])
@@ -580,12 +583,12 @@ def _backward_prepare(
     v_ptr,
     k_ptr,
     g_ptr,
-    Aqa_ptr,
+    Aqk_ptr,
     do_ptr,
     q_ptr,
     x4_out,
     x6_out,
-    AT_out,
+    KT_out,
     x19_out,
     Gc_out,
     QL_out,
@@ -605,6 +608,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -633,9 +637,9 @@ def _backward_prepare(
         _store_rows(x6_out + tile * C * K, x6, row, col_k, K, C, K, K % BK == 0)
         # x14 = sum[after](g)
         x14 = _sums(_keep_after(row), g, GATE_PARTS)
-        # AT = k * exp(x14)
-        AT = k * tl.exp(x14)
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * exp(x14)
+        KT = k * tl.exp(x14)
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         # x49 = sum[all](g)
         x49 = tl.sum(g, 0)
         # Gc = exp(x49)
@@ -645,7 +649,7 @@ def _backward_prepare(
         # QL = (scale * q) * x2
         QL = (scale * q) * x2
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -654,8 +658,8 @@ def _backward_prepare(
         x4 = _dot(M1, v, DOT, PRECISION)
         _store_rows(x4_out + tile * C * V, x4, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x19 = Aqa^T @ do
-        x19 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x19 = Aqk^T @ do
+        x19 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x19_out + tile * C * V, x19, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -663,7 +667,7 @@ def _backward_prepare(
 def _backward_scan(
     x6_ptr,
     x4_ptr,
-    AT_ptr,
+    KT_ptr,
     Gc_ptr,
     Vnew_out,
     initial_ptr,
@@ -685,6 +689,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -719,9 +724,9 @@ def _backward_scan(
         # Vnew = x4 + -x7
         Vnew = x4 + (-x7)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x58 = AT^T @ Vnew
-        x58 = _dot(tl.trans(AT), Vnew, DOT, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x58 = KT^T @ Vnew
+        x58 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x58 + (S * Gc)
         S_next = x58 + (S * Gc[:, None])
@@ -732,7 +737,7 @@ def _backward_scan(
 
 @_jit
 def _backward_reverse(
-    AT_ptr,
+    KT_ptr,
     x19_ptr,
     Gc_ptr,
     QL_ptr,
@@ -758,6 +763,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -785,9 +791,9 @@ def _backward_reverse(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x18 = AT @ dS
-        x18 = _dot(AT, dS, RANGE, PRECISION)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x18 = KT @ dS
+        x18 = _dot(KT, dS, RANGE, PRECISION)
         x19 = _load_rows(x19_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x18 + x19
         dVnew = x18 + x19
@@ -820,7 +826,7 @@ def _backward_finish(
     Gc_ptr,
     v_ptr,
     x3_out,
-    dAqa_out,
+    dAqk_out,
     x16_out,
     x22_out,
     x24_out,
@@ -843,6 +849,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -899,8 +906,8 @@ def _backward_finish(
     # E = inverse((beta * x17))
     E = _inverse((beta[:, None] * x17), row, C, LEVELS, SOLVE)
     dQL = tl.zeros([C, BK, ], tl.float32)
-    dAqa = tl.zeros([C, C, ], tl.float32)
-    dAT = tl.zeros([C, BK, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
+    dKT = tl.zeros([C, BK, ], tl.float32)
     x21 = tl.zeros([C, BK, ], tl.float32)
     x24 = tl.zeros([C, C, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
@@ -913,11 +920,11 @@ def _backward_finish(
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dAqa = do @ Vnew^T
-        dAqa += _dot(do, tl.trans(Vnew), DOT, PRECISION)
+        # dAqk = do @ Vnew^T
+        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # dAT = Vnew @ dS^T
-        dAT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
+        # dKT = Vnew @ dS^T
+        dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x20 = E^T @ dVnew
         x20 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
@@ -938,7 +945,7 @@ def _backward_finish(
         x54 = x20 * v
         # x55 = sum_V(x54)
         x55 += tl.sum(x54, 1)
-    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x24_out + tile * C * C, x24, row, row, C, C, C, True)
     tl.store(x55_out + tile * C + row, x55, mask=row < C)
     # x = sum[to](g)
@@ -950,8 +957,8 @@ def _backward_finish(
     _store_rows(x3_out + tile * C * K, x3, row, col_k, K, C, K, K % BK == 0)
     # x14 = sum[after](g)
     x14 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x16 = dAT * exp(x14)
-    x16 = dAT * tl.exp(x14)
+    # x16 = dKT * exp(x14)
+    x16 = dKT * tl.exp(x14)
     _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
     # x22 = x21 * x2
     x22 = x21 * x2
@@ -964,7 +971,7 @@ def _backward_finish(
 
 @_jit
 def _backward_finish_1(
-    dAqa_ptr,
+    dAqk_ptr,
     k_ptr,
     g_ptr,
     x3_ptr,
@@ -995,6 +1002,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -1008,9 +1016,9 @@ def _backward_finish_1(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x10 = diagonal(dAqa)
-    x10 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x10 = diagonal(dAqk)
+    x10 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     x24 = _load_rows(x24_ptr + tile * C * C, row, row, C, C, C, True)
     x57 = tl.zeros([C, ], tl.float32)
@@ -1027,15 +1035,15 @@ def _backward_finish_1(
         x9 = tl.zeros([C, BK, ], tl.float32)
         x25 = tl.zeros([C, BK, ], tl.float32)
         x37 = tl.zeros([C, BK, ], tl.float32)
-        # x9 = gram_dx(dAqa, k; g, to, strict=True)
+        # x9 = gram_dx(dAqk, k; g, to, strict=True)
         # x25 = gram_dx(x24, k; g, to, strict=True)
-        # x37 = gram_dy(dAqa, x30; g, to, strict=True)
+        # x37 = gram_dy(dAqk, x30; g, to, strict=True)
         # x37 -= gram_dy(x24, x34; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(x30, C, BK)
         operand_2_16 = _blocks(x34, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqa, C)
+        cotangent_0_16 = _diagonal_blocks(dAqk, C)
         cotangent_1_16 = _diagonal_blocks(x24, C)
         x9_16 = _block_zeros(C, BK)
         x25_16 = _block_zeros(C, BK)
@@ -1074,7 +1082,7 @@ def _backward_finish_1(
             right_0 = (k * decay).to(DOT)
             left_1 = (x30 * decay).to(DOT)
             left_2 = (x34 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(DOT)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
             cotangent_1_edge = tl.where(edge, x24, 0.0).to(DOT)
             x9 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
             x25 += decay * _dot(cotangent_1_edge, right_0, DOT, PRECISION)
@@ -1088,9 +1096,9 @@ def _backward_finish_1(
             right_0 = (k * decay_right).to(DOT)
             left_1 = (x30 * decay_left).to(DOT)
             left_2 = (x34 * decay_left).to(DOT)
-            x9 += decay_left * _dot(dAqa, right_0, DOT, PRECISION)
+            x9 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
             x25 += decay_left * _dot(x24, right_0, DOT, PRECISION)
-            x37 += decay_right * _dot(tl.trans(dAqa), left_1, DOT, PRECISION)
+            x37 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
             x37 -= decay_right * _dot(tl.trans(x24), left_2, DOT, PRECISION)
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x3 + (x9 + (x10 * k))) * scale
@@ -1231,6 +1239,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
+        "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
     }
     own = {}
@@ -1277,9 +1286,9 @@ def _forward_triton(
     M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x3 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     with _on(q):
         _launch(
@@ -1292,7 +1301,7 @@ def _forward_triton(
             M1,
             x3,
             x7,
-            AT,
+            KT,
             Gc,
             scale,
             T,
@@ -1310,7 +1319,7 @@ def _forward_triton(
             q,
             k,
             g,
-            Aqa,
+            Aqk,
             QL,
             scale,
             T,
@@ -1327,9 +1336,9 @@ def _forward_triton(
             B * HV * -(-V // own["forward.scan"]["BV"]),
             x7,
             x3,
-            Aqa,
+            Aqk,
             QL,
-            AT,
+            KT,
             Gc,
             o,
             initial,
@@ -1346,7 +1355,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1358,7 +1367,7 @@ def _backward_triton(
     g: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     M1: Tensor,
     scale: float,
     needs: int,
@@ -1385,7 +1394,7 @@ def _backward_triton(
         if needs & 63:
             x4 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             x6 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x19 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1396,12 +1405,12 @@ def _backward_triton(
                 v,
                 k,
                 g,
-                Aqa,
+                Aqk,
                 do,
                 q,
                 x4,
                 x6,
-                AT,
+                KT,
                 x19,
                 Gc,
                 QL,
@@ -1423,7 +1432,7 @@ def _backward_triton(
                 B * HV * -(-V // own["backward.scan"]["BV"]),
                 x6,
                 x4,
-                AT,
+                KT,
                 Gc,
                 Vnew,
                 initial,
@@ -1447,7 +1456,7 @@ def _backward_triton(
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
-                AT,
+                KT,
                 x19,
                 Gc,
                 QL,
@@ -1471,7 +1480,7 @@ def _backward_triton(
             )
         if needs & 31:
             x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x16 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x24 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1491,7 +1500,7 @@ def _backward_triton(
                 Gc,
                 v,
                 x3,
-                dAqa,
+                dAqk,
                 x16,
                 x22,
                 x24,
@@ -1512,7 +1521,7 @@ def _backward_triton(
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
-                dAqa,
+                dAqk,
                 k,
                 g,
                 x3,
@@ -1701,8 +1710,8 @@ def _forward_torch(
     x2 = _gram(k, k, g, False, True)
     # x12 = sum[after](g)
     x12 = _run(g, 'after')
-    # AT = k * exp(x12)
-    AT = k * torch.exp(x12)
+    # KT = k * exp(x12)
+    KT = k * torch.exp(x12)
     # x15 = sum[all](g)
     x15 = g.sum(-2)
     # Gc = exp(x15)
@@ -1721,8 +1730,8 @@ def _forward_torch(
     x3 = M1 @ v
     # x = scale * q
     x = scale * q
-    # Aqa = gram(x, k; g, to, strict=False)
-    Aqa = _gram(x, k, g, False, False)
+    # Aqk = gram(x, k; g, to, strict=False)
+    Aqk = _gram(x, k, g, False, False)
     # QL = x * x5
     QL = x * x5
     S = state
@@ -1730,22 +1739,22 @@ def _forward_torch(
     for chunk in range(NT):
         x7_here = x7[:, chunk]
         x3_here = x3[:, chunk]
-        Aqa_here = Aqa[:, chunk]
+        Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
-        AT_here = AT[:, chunk]
+        KT_here = KT[:, chunk]
         Gc_here = Gc[:, chunk]
         # x8 = x7 @ S
         x8 = x7_here @ S
         # Vnew = x3 + -x8
         Vnew = x3_here + (-x8)
-        # x10 = Aqa @ Vnew
-        x10 = Aqa_here @ Vnew
+        # x10 = Aqk @ Vnew
+        x10 = Aqk_here @ Vnew
         # x11 = QL @ S
         x11 = QL_here @ S
         # o = x10 + x11
         o = x10 + x11
-        # x14 = AT^T @ Vnew
-        x14 = AT_here.mT @ Vnew
+        # x14 = KT^T @ Vnew
+        x14 = KT_here.mT @ Vnew
         # S_next = x14 + (S * Gc)
         S_next = x14 + (S * Gc_here[..., :, None])
         o_all.append(o)
@@ -1753,7 +1762,7 @@ def _forward_torch(
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1765,7 +1774,7 @@ def _backward_torch(
     g: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     M1: Tensor,
     scale: float,
     needs: int,
@@ -1793,8 +1802,8 @@ def _backward_torch(
     x14 = _run(g, 'after')
     # x15 = exp(x14)
     x15 = torch.exp(x14)
-    # AT = k * x15
-    AT = k * x15
+    # KT = k * x15
+    KT = k * x15
     # x49 = sum[all](g)
     x49 = g.sum(-2)
     # Gc = exp(x49)
@@ -1808,8 +1817,8 @@ def _backward_torch(
         # x4 = M1 @ v
         x4 = M1 @ v
     if needs & 62:
-        # x19 = Aqa^T @ do
-        x19 = Aqa.mT @ do
+        # x19 = Aqk^T @ do
+        x19 = Aqk.mT @ do
     if needs & 27:
         S = state
         Vnew_all: list[Tensor] = []
@@ -1817,15 +1826,15 @@ def _backward_torch(
         for chunk in range(NT):
             x6_here = x6[:, chunk]
             x4_here = x4[:, chunk]
-            AT_here = AT[:, chunk]
+            KT_here = KT[:, chunk]
             Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
             # x7 = x6 @ S
             x7 = x6_here @ S
             # Vnew = x4 + -x7
             Vnew = x4_here + (-x7)
-            # x58 = AT^T @ Vnew
-            x58 = AT_here.mT @ Vnew
+            # x58 = KT^T @ Vnew
+            x58 = KT_here.mT @ Vnew
             # S_next = x58 + (S * Gc)
             S_next = x58 + (S * Gc_here[..., :, None])
             Vnew_all.append(Vnew)
@@ -1838,15 +1847,15 @@ def _backward_torch(
         dVnew_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
-            AT_here = AT[:, chunk]
+            KT_here = KT[:, chunk]
             x19_here = x19[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             x6_here = x6[:, chunk]
             kept_dS_all.append(dS)
-            # x18 = AT @ dS
-            x18 = AT_here @ dS
+            # x18 = KT @ dS
+            x18 = KT_here @ dS
             # dVnew = x18 + x19
             dVnew = x18 + x19_here
             # x61 = QL^T @ do
@@ -1869,11 +1878,11 @@ def _backward_torch(
         # dQL = do @ S^T
         dQL = do @ S.mT
     if needs & 11:
-        # dAqa = do @ Vnew^T
-        dAqa = do @ Vnew.mT
+        # dAqk = do @ Vnew^T
+        dAqk = do @ Vnew.mT
     if needs & 10:
-        # dAT = Vnew @ dS^T
-        dAT = Vnew @ dS.mT
+        # dKT = Vnew @ dS^T
+        dKT = Vnew @ dS.mT
     if needs & 30:
         # x20 = E^T @ dVnew
         x20 = E.mT @ dVnew
@@ -1899,8 +1908,8 @@ def _backward_torch(
         # x3 = dQL * x2
         x3 = dQL * x2
     if needs & 10:
-        # x16 = dAT * x15
-        x16 = dAT * x15
+        # x16 = dKT * x15
+        x16 = dKT * x15
     if needs & 26:
         # x22 = x21 * x2
         x22 = x21 * x2
@@ -1908,11 +1917,11 @@ def _backward_torch(
         # x50 = dGc * Gc
         x50 = dGc * Gc
     if needs & 3:
-        # x10 = diagonal(dAqa)
-        x10 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x10 = diagonal(dAqk)
+        x10 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
-        # x9 = gram_dx(dAqa, k; g, to, strict=True)
-        x9 = _gram_dx(dAqa, k, g, False)
+        # x9 = gram_dx(dAqk, k; g, to, strict=True)
+        x9 = _gram_dx(dAqk, k, g, False)
     if needs & 1:
         # dq = (x3 + (x9 + (x10 * k))) * scale
         dq = (x3 + (x9 + (x10[..., :, None] * k))) * scale
@@ -1923,8 +1932,8 @@ def _backward_torch(
         # x27 = -x22 + -x25
         x27 = (-x22) + (-x25)
     if needs & 10:
-        # x33 = gram_dy(dAqa, x30; g, to, strict=True)
-        x33 = _gram_dy(dAqa, x30, g, False)
+        # x33 = gram_dy(dAqk, x30; g, to, strict=True)
+        x33 = _gram_dy(dAqk, x30, g, False)
         # x34 = beta * k
         x34 = beta[..., :, None] * k
         # x35 = gram_dy(x24, x34; g, to, strict=True)

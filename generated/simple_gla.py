@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program 7f8f93cf:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program da89fa49:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -18,8 +18,8 @@
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
 #     QL     scaled queries, decayed from the chunk's start
-#     AT     write vectors a, decayed to the chunk's end
-#     Aqa    decayed products of queries and write vectors, lower triangle
+#     KT     keys, decayed to the chunk's end
+#     Aqk    decayed products of queries and keys, lower triangle
 #     Gc     decay over the whole chunk
 #     S      state before the chunk, [K, V]
 #     dS     cotangent of the state after the chunk
@@ -44,7 +44,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla"]
 
-_NAME = "simple_gla_7f8f93cf"
+_NAME = "simple_gla_da89fa49"
 
 
 def _jit(function: Any) -> Any:
@@ -290,10 +290,10 @@ def _forward_prepare(
     k_ptr,
     v_ptr,
     QL_out,
-    Aqa_out,
+    Aqk_out,
     x7_out,
     Gc_out,
-    AT_out,
+    KT_out,
     scale,
     T,
     NT,
@@ -310,6 +310,7 @@ def _forward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -350,21 +351,21 @@ def _forward_prepare(
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x6 = x @ k^T
         x6 += _dot(x, tl.trans(k), DOT, PRECISION)
-        # AT = k * x11
-        AT = k * x11[:, None]
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * x11
+        KT = k * x11[:, None]
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
     # x5 = pair(g, to, strict=False)
     x5 = _pairs(g, row, False, False)
-    # Aqa = x5 * x6
-    Aqa = x5 * x6
+    # Aqk = x5 * x6
+    Aqk = x5 * x6
     if SAVE:
-        _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
+        _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x7 = Aqa @ v
-        x7 = _dot(Aqa, v, DOT, PRECISION)
+        # x7 = Aqk @ v
+        x7 = _dot(Aqk, v, DOT, PRECISION)
         _store_rows(x7_out + tile * C * V, x7, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -373,7 +374,7 @@ def _forward_scan(
     QL_ptr,
     x7_ptr,
     Gc_ptr,
-    AT_ptr,
+    KT_ptr,
     v_ptr,
     o_out,
     initial_ptr,
@@ -394,6 +395,7 @@ def _forward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -428,10 +430,10 @@ def _forward_scan(
         o = x4 + x7
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x12 = AT^T @ v
-        x12 = _dot(tl.trans(AT), v, DOT, PRECISION)
+        # x12 = KT^T @ v
+        x12 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = (S * Gc) + x12
         S_next = (S * Gc) + x12
@@ -449,7 +451,7 @@ def _backward_prepare(
     k_ptr,
     g_ptr,
     q_ptr,
-    AT_out,
+    KT_out,
     Gc_out,
     QL_out,
     scale,
@@ -468,6 +470,7 @@ def _backward_prepare(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -499,9 +502,9 @@ def _backward_prepare(
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # AT = k * x12
-        AT = k * x12[:, None]
-        _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * x12
+        KT = k * x12[:, None]
+        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x8
         QL = (scale * q) * x8[:, None]
@@ -511,7 +514,7 @@ def _backward_prepare(
 @_jit
 def _backward_scan(
     Gc_ptr,
-    AT_ptr,
+    KT_ptr,
     v_ptr,
     initial_ptr,
     final_out,
@@ -532,6 +535,7 @@ def _backward_scan(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -559,10 +563,10 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x40 = AT^T @ v
-        x40 = _dot(tl.trans(AT), v, DOT, PRECISION)
+        # x40 = KT^T @ v
+        x40 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = (S * Gc) + x40
         S_next = (S * Gc) + x40
@@ -595,6 +599,7 @@ def _backward_reverse(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -640,11 +645,11 @@ def _backward_finish(
     v_ptr,
     S_ptr,
     dS_ptr,
-    AT_ptr,
-    Aqa_ptr,
-    dAqa_out,
+    KT_ptr,
+    Aqk_ptr,
+    dAqk_out,
     dQL_out,
-    dAT_out,
+    dKT_out,
     dv_out,
     x36_out,
     scale,
@@ -663,6 +668,7 @@ def _backward_finish(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -678,29 +684,29 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    dAqa = tl.zeros([C, C, ], tl.float32)
+    dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
-    dAT = tl.zeros([C, BK, ], tl.float32)
-    AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
+    dKT = tl.zeros([C, BK, ], tl.float32)
+    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     x36 = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # dAqa = do @ v^T
-        dAqa += _dot(do, tl.trans(v), DOT, PRECISION)
+        # dAqk = do @ v^T
+        dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # dAT = v @ dS^T
-        dAT += _dot(v, tl.trans(dS), RANGE, PRECISION)
-        # x18 = AT @ dS
-        x18 = _dot(AT, dS, RANGE, PRECISION)
-        # x19 = Aqa^T @ do
-        x19 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # dKT = v @ dS^T
+        dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
+        # x18 = KT @ dS
+        x18 = _dot(KT, dS, RANGE, PRECISION)
+        # x19 = Aqk^T @ do
+        x19 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = x18 + x19
         dv = x18 + x19
         if NEED & 4:
@@ -709,19 +715,19 @@ def _backward_finish(
         x35 = dS * S
         # x36 = sum_V(x35)
         x36 += tl.sum(x35, 1)
-    _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
+    _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(dAT_out + tile * C * K, dAT, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     tl.store(x36_out + tile * K + col_k, x36, mask=col_k < K)
 
 
 @_jit
 def _backward_finish_1(
     g_ptr,
-    dAqa_ptr,
+    dAqk_ptr,
     k_ptr,
     dQL_ptr,
-    dAT_ptr,
+    dKT_ptr,
     q_ptr,
     x36_ptr,
     Gc_ptr,
@@ -744,6 +750,7 @@ def _backward_finish_1(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
@@ -760,11 +767,11 @@ def _backward_finish_1(
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = pair(g, to, strict=True)
     x = _pairs(g, row, False, True)
-    dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
-    # x2 = x * dAqa
-    x2 = x * dAqa
-    # x4 = diagonal(dAqa)
-    x4 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x2 = x * dAqk
+    x2 = x * dAqk
+    # x4 = diagonal(dAqk)
+    x4 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     # x7 = sum[to](g)
     x7 = _sums_of_numbers(_keep_to(row), g)
     # x8 = exp(x7)
@@ -793,17 +800,17 @@ def _backward_finish_1(
         x14 = scale * q
         # x15 = x2^T @ x14
         x15 = _dot(tl.trans(x2), x14, DOT, PRECISION)
-        dAT = _load_rows(dAT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = (dAT * x12) + (x15 + (x4 * x14))
-        dk = (dAT * x12[:, None]) + (x15 + (x4[:, None] * x14))
+        dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = (dKT * x12) + (x15 + (x4 * x14))
+        dk = (dKT * x12[:, None]) + (x15 + (x4[:, None] * x14))
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
         # x24 = sum_K(((x14 * x3) + -(k * x15)))
         x24 += tl.sum(((x14 * x3) + (-(k * x15))), 1)
         # x26 = sum_K((dQL * x14))
         x26 += tl.sum((dQL * x14), 1)
-        # x31 = sum_K((dAT * k))
-        x31 += tl.sum((dAT * k), 1)
+        # x31 = sum_K((dKT * k))
+        x31 += tl.sum((dKT * k), 1)
         x36 = tl.load(x36_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dGc = sum_K(x36)
         dGc += tl.sum(x36, 0)
@@ -926,6 +933,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
+        "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
     }
     own = {}
@@ -969,10 +977,10 @@ def _forward_triton(
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x7 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
@@ -982,10 +990,10 @@ def _forward_triton(
             k,
             v,
             QL,
-            Aqa,
+            Aqk,
             x7,
             Gc,
-            AT,
+            KT,
             scale,
             T,
             NT,
@@ -1002,7 +1010,7 @@ def _forward_triton(
             QL,
             x7,
             Gc,
-            AT,
+            KT,
             v,
             o,
             initial,
@@ -1019,7 +1027,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqa if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1030,7 +1038,7 @@ def _backward_triton(
     v: Tensor,
     g: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1053,7 +1061,7 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0)
     with _on(q):
         if needs & 31:
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
@@ -1062,7 +1070,7 @@ def _backward_triton(
                 k,
                 g,
                 q,
-                AT,
+                KT,
                 Gc,
                 QL,
                 scale,
@@ -1081,7 +1089,7 @@ def _backward_triton(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
                 Gc,
-                AT,
+                KT,
                 v,
                 initial,
                 none,
@@ -1122,9 +1130,9 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 15:
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x36 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
@@ -1133,11 +1141,11 @@ def _backward_triton(
                 v,
                 kept_S,
                 kept_dS,
-                AT,
-                Aqa,
-                dAqa,
+                KT,
+                Aqk,
+                dAqk,
                 dQL,
-                dAT,
+                dKT,
                 dv,
                 x36,
                 scale,
@@ -1155,10 +1163,10 @@ def _backward_triton(
                 _backward_finish_1,
                 B * NT * HV,
                 g,
-                dAqa,
+                dAqk,
                 k,
                 dQL,
-                dAT,
+                dKT,
                 q,
                 x36,
                 Gc,
@@ -1348,28 +1356,28 @@ def _forward_torch(
     QL = x * torch.exp(x2)[..., :, None]
     # x6 = x @ k^T
     x6 = x @ k.mT
-    # AT = k * exp(x10)
-    AT = k * torch.exp(x10)[..., :, None]
+    # KT = k * exp(x10)
+    KT = k * torch.exp(x10)[..., :, None]
     # x5 = pair(g, to, strict=False)
     x5 = _pairs_of(g, False, False)
-    # Aqa = x5 * x6
-    Aqa = x5 * x6
-    # x7 = Aqa @ v
-    x7 = Aqa @ v
+    # Aqk = x5 * x6
+    Aqk = x5 * x6
+    # x7 = Aqk @ v
+    x7 = Aqk @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
         QL_here = QL[:, chunk]
         x7_here = x7[:, chunk]
         Gc_here = Gc[:, chunk]
-        AT_here = AT[:, chunk]
+        KT_here = KT[:, chunk]
         v_here = v[:, chunk]
         # x4 = QL @ S
         x4 = QL_here @ S
         # o = x4 + x7
         o = x4 + x7_here
-        # x12 = AT^T @ v
-        x12 = AT_here.mT @ v_here
+        # x12 = KT^T @ v
+        x12 = KT_here.mT @ v_here
         # S_next = (S * Gc) + x12
         S_next = (S * Gc_here[..., None, None]) + x12
         o_all.append(o)
@@ -1377,7 +1385,7 @@ def _forward_torch(
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqa.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1388,7 +1396,7 @@ def _backward_torch(
     v: Tensor,
     g: Tensor,
     initial_state: Tensor | None,
-    Aqa: Tensor,
+    Aqk: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1419,8 +1427,8 @@ def _backward_torch(
     # x8 = exp(x7)
     x8 = torch.exp(x7)
     if needs & 13:
-        # AT = k * x12
-        AT = k * x12[..., :, None]
+        # KT = k * x12
+        KT = k * x12[..., :, None]
     if needs & 30:
         # x14 = scale * q
         x14 = scale * q
@@ -1431,11 +1439,11 @@ def _backward_torch(
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
             Gc_here = Gc[:, chunk]
-            AT_here = AT[:, chunk]
+            KT_here = KT[:, chunk]
             v_here = v[:, chunk]
             kept_S_all.append(S)
-            # x40 = AT^T @ v
-            x40 = AT_here.mT @ v_here
+            # x40 = KT^T @ v
+            x40 = KT_here.mT @ v_here
             # S_next = (S * Gc) + x40
             S_next = (S * Gc_here[..., None, None]) + x40
             S = S_next
@@ -1457,19 +1465,19 @@ def _backward_torch(
         end_dS = dS
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 11:
-        # dAqa = do @ v^T
-        dAqa = do @ v.mT
+        # dAqk = do @ v^T
+        dAqk = do @ v.mT
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
     if needs & 10:
-        # dAT = v @ dS^T
-        dAT = v @ dS.mT
+        # dKT = v @ dS^T
+        dKT = v @ dS.mT
     if needs & 4:
-        # x18 = AT @ dS
-        x18 = AT @ dS
-        # x19 = Aqa^T @ do
-        x19 = Aqa.mT @ do
+        # x18 = KT @ dS
+        x18 = KT @ dS
+        # x19 = Aqk^T @ do
+        x19 = Aqk.mT @ do
         # dv = x18 + x19
         dv = x18 + x19
     if needs & 8:
@@ -1480,11 +1488,11 @@ def _backward_torch(
     if needs & 11:
         # x = pair(g, to, strict=True)
         x = _pairs_of(g, False, True)
-        # x2 = x * dAqa
-        x2 = x * dAqa
+        # x2 = x * dAqk
+        x2 = x * dAqk
     if needs & 3:
-        # x4 = diagonal(dAqa)
-        x4 = dAqa.diagonal(dim1=-2, dim2=-1)
+        # x4 = diagonal(dAqk)
+        x4 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
         # x3 = x2 @ k
         x3 = x2 @ k
@@ -1495,15 +1503,15 @@ def _backward_torch(
         # x15 = x2^T @ x14
         x15 = x2.mT @ x14
     if needs & 2:
-        # dk = (dAT * x12) + (x15 + (x4 * x14))
-        dk = (dAT * x12[..., :, None]) + (x15 + (x4[..., :, None] * x14))
+        # dk = (dKT * x12) + (x15 + (x4 * x14))
+        dk = (dKT * x12[..., :, None]) + (x15 + (x4[..., :, None] * x14))
     if needs & 8:
         # x24 = sum_K(((x14 * x3) + -(k * x15)))
         x24 = ((x14 * x3) + (-(k * x15))).sum(-1)
         # x26 = sum_K((dQL * x14))
         x26 = (dQL * x14).sum(-1)
-        # x31 = sum_K((dAT * k))
-        x31 = (dAT * k).sum(-1)
+        # x31 = sum_K((dKT * k))
+        x31 = (dKT * k).sum(-1)
         # dGc = sum_K(x36)
         dGc = x36.sum(-1)
         # x29 = sum[from]((x24 + (x26 * x8)))
