@@ -80,13 +80,13 @@ def _neg(n: Node, d: Node) -> Sequence[Node | None]:
 
 @vjp("div")
 def _div(n: Node, d: Node) -> Sequence[Node | None]:
-    x, y = n.args
+    y = n.args[1]
     return d / y, -(d * n / y)
 
 
 @vjp("safe_div")
 def _safe_div(n: Node, d: Node) -> Sequence[Node | None]:
-    x, y = n.args
+    y = n.args[1]
     return safe_div(d, y), -safe_div(d * n, y)
 
 

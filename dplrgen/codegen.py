@@ -363,10 +363,14 @@ def _memory(plan, n, signature, kernel) -> dict[str, Any]:  # type: ignore[no-un
 
 
 def storage(n: Node, plan: Plan) -> str:
-    """The dtype that a value crosses launches in: the products' dtype, or float32 where sums are formed from it."""
+    """How a value crosses launches: in the products' dtype (dot), one with the range for states and decays (range), in
+    float32 where the keys are few enough that its room is to be had (sum), or always in float32.
+    """
+    readers = [m for m in plan.program.nodes() if n in m.args]
+    if n.axes == ("C", "V") and readers and all(m.op in ("add", "neg") for m in readers):
+        return "sum"
     if n.axes in (("C", "V"), ("C", "C"), ("K", "V")):
         return "range" if n.axes == ("K", "V") else "dot"
-    readers = [m for m in plan.program.nodes() if n in m.args]
     if n.axes == ("C", "K") and readers and all(m.op == "matmul" for m in readers):
         return "range" if _ranges(n) else "dot"
     return "float32"

@@ -25,7 +25,7 @@ __all__ = ["build", "cache_folder", "load", "load_variant"]
 
 
 def cache_folder() -> Path:
-    """Where built modules are kept: ``dplrgen`` in the user's cache folder, or in the temporary one if that cannot be written."""
+    """Where built modules are kept: ``dplrgen`` in the cache folder, or the temporary one if it is read-only."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dplrgen"
     try:
         base.mkdir(parents=True, exist_ok=True)

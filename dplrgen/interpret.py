@@ -18,7 +18,7 @@ __all__ = ["evaluate", "run"]
 
 
 def evaluate(roots: list[Node], leaves: Mapping[str, Tensor | float]) -> dict[Node, Tensor]:
-    """Values of ``roots`` and of everything below them; ``leaves`` by name, tensors of the leaf's axes (and batch axes first)."""
+    """Values of ``roots`` and all below them; ``leaves`` by name, tensors of the leaf's axes with batch axes first."""
     reference = next(x for x in leaves.values() if isinstance(x, Tensor) and x.is_floating_point())
     values: dict[Node, Tensor] = {}
     order = topological(roots)

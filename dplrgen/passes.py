@@ -160,8 +160,8 @@ def lift(expression: Node, axes: Axes) -> Node:
 def chunkify(variant: Variant) -> Program:
     """The chunk form of the master recurrence with the variant's streams put in.
 
-    ``x_L = x G`` and ``x_R = x / G`` with G the inclusive cumulative decay, as in the derivation page; the low-rank term
-    in its solve form ``V2 = -(I + N)^-1 (L V + B_L S)``. Not yet fit for numbers: ``stabilize`` must follow.
+    ``x_L = x G`` and ``x_R = x / G`` with G the inclusive cumulative decay, as in the derivation page; the low-rank
+    term in its solve form ``V2 = -(I + N)^-1 (L V + B_L S)``. Not yet fit for numbers: ``stabilize`` must follow.
     """
     streams = variant.streams()
     axes: dict[str, Axes] = {name: ("C", "V") if name == "v" else ("C", "K") for name in streams}

@@ -4,7 +4,7 @@ Questions about the graph are asked of a networkx DiGraph: what lies on a cycle 
 over chunks and makes a *scan*; the rest is parallel over chunks. Then six rules place every value:
 
 1. A scan is cut along the value axis, so nothing that contracts over V can ride in it. If nothing downstream of a state
-   contracts over V, all of it rides in the scan and the states never reach memory; otherwise the scan does its cycle only.
+   contracts over V, all of it rides in the scan and the states never reach memory; otherwise the scan does its cycle.
 2. Elementwise work and running sums over inputs are recomputed in every parallel kernel that wants them; scans load
    them, since a scan's time is its length.
 3. A parallel kernel walks V in blocks, and K too if no operation has both axes and no product is needed in two walks;
@@ -105,6 +105,7 @@ def saved_values(forward: Program, backward: Program) -> list[Node]:
     """Rule 6: the C x C operands of products that both programs form."""
     there = set(backward.nodes())
     operands = {a for n in forward.nodes() if n.op == "matmul" for a in n.args}
+    operands = {n.args[0] if n.op == "columns" else n for n in operands}  # the scale is cheap, what it scales is not
     square = [n for n in forward.nodes() if n.axes == ("C", "C") and n in operands and n in there]
     return [n for n in square if any(OPS[m.op].cost != "cheap" for m in topological([n]))]
 
@@ -448,8 +449,9 @@ def _options(**kernels: tuple[int, int, int, int, int]) -> tuple[tuple[str, tupl
     return tuple(kernels.items())
 
 
-#: (bytes an element, largest K, tokens a chunk, ((kernel, (block of K, block of V, warps, stages, most registers)), ...)); first match
-#: wins. A kernel that does not walk K takes all of it; a scan's stages follow from shared memory, up to the number here.
+#: (bytes an element, largest K, tokens a chunk, ((kernel, options), ...)); the first match wins. Options: block of K,
+#: block of V, warps, stages, most registers (0: no bound). A kernel that does not walk K takes all of it, and a scan has
+#: as many stages as shared memory holds, up to the number here.
 CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, int]], ...]], ...] = (
     (
         2,

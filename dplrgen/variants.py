@@ -65,6 +65,8 @@ _RESERVED = frozenset(
         "blocks",
         "decay",
         "wide",
+        "summed",
+        "narrow",
         "streams",
         "tensors",
         "factor",
@@ -188,9 +190,9 @@ _AXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def clip(decay: Node, x: Node, y: Node) -> Node:
-    """``min(alpha, 1 / rho)``, rho the spectral norm of ``I - x y^T`` (Scientific Spaces 11945, in a form that rounds well).
+    """``min(alpha, 1 / rho)``, rho the spectral norm of ``I - x y^T`` (Scientific Spaces 11945), so that it rounds well.
 
-    ``n - x.y`` is formed as ``(n / 2) |x/|x| - y/|y||^2``, so parallel vectors give exactly 1 and the clip stays inactive.
+    ``n - x.y`` is formed as ``(n / 2) |x/|x| - y/|y||^2``: parallel vectors give exactly 1 and the clip stays inactive.
     """
     size = norm(x) * norm(y)
     apart = safe_div(x, norm(x)) - safe_div(y, norm(y))

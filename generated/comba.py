@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program 59e4f35d:
+# Comba: the erase key is an input of its own, program 1206df43:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba"]
 
-_NAME = "comba_59e4f35d"
+_NAME = "comba_1206df43"
 
 
 def _jit(function: Any) -> Any:
@@ -295,9 +295,9 @@ def _forward_prepare(
     beta_ptr,
     v_ptr,
     Aqk_out,
-    M1_out,
-    x7_out,
-    x11_out,
+    E_out,
+    x8_out,
+    x12_out,
     QL_out,
     KT_out,
     Gc_out,
@@ -332,18 +332,18 @@ def _forward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x8 = sum[to](g)
-    x8 = _sums_of_numbers(_keep_to(row), g)
-    # x9 = exp(x8)
-    x9 = tl.exp(x8)
-    # x16 = sum[after](g)
-    x16 = _sums_of_numbers(_keep_after(row), g)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
-    # x19 = sum[all](g)
-    x19 = tl.sum(g, 0)
-    # Gc = exp(x19)
-    Gc = tl.exp(x19)
+    # x9 = sum[to](g)
+    x9 = _sums_of_numbers(_keep_to(row), g)
+    # x10 = exp(x9)
+    x10 = tl.exp(x9)
+    # x17 = sum[after](g)
+    x17 = _sums_of_numbers(_keep_after(row), g)
+    # x18 = exp(x17)
+    x18 = tl.exp(x17)
+    # x20 = sum[all](g)
+    x20 = tl.sum(g, 0)
+    # Gc = exp(x20)
+    Gc = tl.exp(x20)
     tl.store(Gc_out + tile, Gc)
     x3 = tl.zeros([C, C, ], tl.float32)
     x5 = tl.zeros([C, C, ], tl.float32)
@@ -359,11 +359,11 @@ def _forward_prepare(
         p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x5 = p @ k^T
         x5 += _dot(p, tl.trans(k), DOT, PRECISION)
-        # QL = x2 * x9
-        QL = x2 * x9[:, None]
+        # QL = x2 * x10
+        QL = x2 * x10[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # KT = k * x17
-        KT = k * x17[:, None]
+        # KT = k * x18
+        KT = k * x18[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
     # x = pair(g, to, strict=False)
     x = _pairs(g, row, False, False)
@@ -375,30 +375,30 @@ def _forward_prepare(
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse((beta[:, None] * (x4 * x5)), row, C, LEVELS, SOLVE)
-    # M1 = E * beta^T
-    M1 = E * beta[None, :]
     if SAVE:
-        _store_rows(M1_out + tile * C * C, M1, row, row, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+    # x7 = E * beta^T
+    x7 = E * beta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x11 = M1 @ (p * x9)
-        x11 = _dot(M1, (p * x9[:, None]), RANGE, PRECISION)
-        _store_rows(x11_out + tile * C * K, x11, row, col_k, K, C, K, K % BK == 0)
+        # x12 = x7 @ (p * x10)
+        x12 = _dot(x7, (p * x10[:, None]), RANGE, PRECISION)
+        _store_rows(x12_out + tile * C * K, x12, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x7 = M1 @ v
-        x7 = _dot(M1, v, DOT, PRECISION)
-        _store_rows(x7_out + tile * C * V, x7, row, col_v, V, C, V, V % BV == 0)
+        # x8 = x7 @ v
+        x8 = _dot(x7, v, DOT, PRECISION)
+        _store_rows(x8_out + tile * C * V, x8, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
-    x11_ptr,
-    x7_ptr,
+    x12_ptr,
+    x8_ptr,
     Aqk_ptr,
     QL_ptr,
     KT_ptr,
@@ -449,28 +449,28 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        x11 = _load_rows(x11_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x12 = x11 @ S
-        x12 = _dot(x11, S, RANGE, PRECISION)
-        x7 = _load_rows(x7_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = x7 + -x12
-        Vnew = x7 + (-x12)
+        x12 = _load_rows(x12_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x13 = x12 @ S
+        x13 = _dot(x12, S, RANGE, PRECISION)
+        x8 = _load_rows(x8_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x8 + -x13
+        Vnew = x8 + (-x13)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-        # x14 = Aqk @ Vnew
-        x14 = _dot(Aqk, Vnew, DOT, PRECISION)
+        # x15 = Aqk @ Vnew
+        x15 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x15 = QL @ S
-        x15 = _dot(QL, S, RANGE, PRECISION)
-        # o = x14 + x15
-        o = x14 + x15
+        # x16 = QL @ S
+        x16 = _dot(QL, S, RANGE, PRECISION)
+        # o = x15 + x16
+        o = x15 + x16
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x18 = KT^T @ Vnew
-        x18 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        # x19 = KT^T @ Vnew
+        x19 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x18 + (S * Gc)
-        S_next = x18 + (S * Gc)
+        # S_next = x19 + (S * Gc)
+        S_next = x19 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -482,7 +482,8 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    M1_ptr,
+    E_ptr,
+    beta_ptr,
     v_ptr,
     p_ptr,
     g_ptr,
@@ -490,10 +491,10 @@ def _backward_prepare(
     Aqk_ptr,
     do_ptr,
     q_ptr,
-    x5_out,
-    x7_out,
+    x6_out,
+    x8_out,
     KT_out,
-    x26_out,
+    x25_out,
     Gc_out,
     QL_out,
     scale,
@@ -526,31 +527,34 @@ def _backward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x5 = E * beta^T
+    x5 = E * beta[None, :]
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = sum[to](g)
     x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    # x16 = sum[after](g)
-    x16 = _sums_of_numbers(_keep_after(row), g)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
-    # x58 = sum[all](g)
-    x58 = tl.sum(g, 0)
-    # Gc = exp(x58)
-    Gc = tl.exp(x58)
+    # x17 = sum[after](g)
+    x17 = _sums_of_numbers(_keep_after(row), g)
+    # x18 = exp(x17)
+    x18 = tl.exp(x17)
+    # x57 = sum[all](g)
+    x57 = tl.sum(g, 0)
+    # Gc = exp(x57)
+    Gc = tl.exp(x57)
     tl.store(Gc_out + tile, Gc)
-    M1 = _load_rows(M1_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x7 = M1 @ (p * x2)
-        x7 = _dot(M1, (p * x2[:, None]), RANGE, PRECISION)
-        _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
+        # x8 = x5 @ (p * x2)
+        x8 = _dot(x5, (p * x2[:, None]), RANGE, PRECISION)
+        _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # KT = k * x17
-        KT = k * x17[:, None]
+        # KT = k * x18
+        KT = k * x18[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
@@ -561,19 +565,19 @@ def _backward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x5 = M1 @ v
-        x5 = _dot(M1, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
+        # x6 = x5 @ v
+        x6 = _dot(x5, v, DOT, PRECISION)
+        _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x26 = Aqk^T @ do
-        x26 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x26_out + tile * C * V, x26, row, col_v, V, C, V, V % BV == 0)
+        # x25 = Aqk^T @ do
+        x25 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x25_out + tile * C * V, x25, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _backward_scan(
-    x7_ptr,
-    x5_ptr,
+    x8_ptr,
+    x6_ptr,
     KT_ptr,
     Gc_ptr,
     Vnew_out,
@@ -624,19 +628,19 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x8 = x7 @ S
-        x8 = _dot(x7, S, RANGE, PRECISION)
-        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = x5 + -x8
-        Vnew = x5 + (-x8)
+        x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x9 = x8 @ S
+        x9 = _dot(x8, S, RANGE, PRECISION)
+        x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x6 + -x9
+        Vnew = x6 + (-x9)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x69 = KT^T @ Vnew
-        x69 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        # x68 = KT^T @ Vnew
+        x68 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x69 + (S * Gc)
-        S_next = x69 + (S * Gc)
+        # S_next = x68 + (S * Gc)
+        S_next = x68 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -645,11 +649,11 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     KT_ptr,
-    x26_ptr,
+    x25_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
-    x7_ptr,
+    x8_ptr,
     dVnew_out,
     initial_ptr,
     final_out,
@@ -699,22 +703,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x25 = KT @ dS
-        x25 = _dot(KT, dS, RANGE, PRECISION)
-        x26 = _load_rows(x26_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x25 + x26
-        dVnew = x25 + x26
+        # x24 = KT @ dS
+        x24 = _dot(KT, dS, RANGE, PRECISION)
+        x25 = _load_rows(x25_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x24 + x25
+        dVnew = x24 + x25
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x72 = QL^T @ do
-        x72 = _dot(tl.trans(QL), do, RANGE, PRECISION)
-        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x74 = x7^T @ dVnew
-        x74 = _dot(tl.trans(x7), dVnew, RANGE, PRECISION)
+        # x71 = QL^T @ do
+        x71 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x73 = x8^T @ dVnew
+        x73 = _dot(tl.trans(x8), dVnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x72) + -x74
-        dS_prev = ((dS * Gc) + x72) + (-x74)
+        # dS_prev = ((dS * Gc) + x71) + -x73
+        dS_prev = ((dS * Gc) + x71) + (-x73)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -726,20 +730,19 @@ def _backward_finish(
     S_ptr,
     Vnew_ptr,
     dS_ptr,
-    p_ptr,
-    k_ptr,
+    E_ptr,
+    dVnew_ptr,
     g_ptr,
     beta_ptr,
-    dVnew_ptr,
     v_ptr,
     dQL_out,
     dAqk_out,
     dKT_out,
-    x29_out,
+    x28_out,
     dv_out,
-    x34_out,
-    x57_out,
-    x66_out,
+    x33_out,
+    x56_out,
+    x65_out,
     scale,
     T,
     NT,
@@ -772,23 +775,15 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x23 = p @ k^T
-    x23 = _dot(p, tl.trans(k), DOT, PRECISION)
-    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, row, False, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # E = inverse((beta * (x4 * x23)))
-    E = _inverse((beta[:, None] * (x4 * x23)), row, C, LEVELS, SOLVE)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    x28 = tl.zeros([C, C, ], tl.float32)
-    x34 = tl.zeros([C, BK, ], tl.float32)
-    x57 = tl.zeros([BK, ], tl.float32)
-    x66 = tl.zeros([C, ], tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    x27 = tl.zeros([C, C, ], tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    x33 = tl.zeros([C, BK, ], tl.float32)
+    x56 = tl.zeros([BK, ], tl.float32)
+    x65 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -803,34 +798,37 @@ def _backward_finish(
         # dKT = Vnew @ dS^T
         dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x27 = E^T @ dVnew
-        x27 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x28 = x27 @ Vnew^T
-        x28 += _dot(x27, tl.trans(Vnew), DOT, PRECISION)
-        # dv = x27 * beta
-        dv = x27 * beta[:, None]
+        # x26 = E^T @ dVnew
+        x26 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x27 = x26 @ Vnew^T
+        x27 += _dot(x26, tl.trans(Vnew), DOT, PRECISION)
+        # dv = x26 * beta
+        dv = x26 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x34 = x27 @ S^T
-        x34 += _dot(x27, tl.trans(S), RANGE, PRECISION)
-        # x56 = dS * S
-        x56 = dS * S
-        # x57 = sum_V(x56)
-        x57 += tl.sum(x56, 1)
+        # x33 = x26 @ S^T
+        x33 += _dot(x26, tl.trans(S), RANGE, PRECISION)
+        # x55 = dS * S
+        x55 = dS * S
+        # x56 = sum_V(x55)
+        x56 += tl.sum(x55, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x65 = x27 * v
-        x65 = x27 * v
-        # x66 = sum_V(x65)
-        x66 += tl.sum(x65, 1)
+        # x64 = x26 * v
+        x64 = x26 * v
+        # x65 = sum_V(x64)
+        x65 += tl.sum(x64, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x34_out + tile * C * K, x34, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x57_out + tile * K + col_k, x57, mask=col_k < K)
-    tl.store(x66_out + tile * C + row, x66, mask=row < C)
-    # x29 = x4 * x28
-    x29 = x4 * x28
-    _store_rows(x29_out + tile * C * C, x29, row, row, C, C, C, True)
+    _store_rows(x33_out + tile * C * K, x33, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x56_out + tile * K + col_k, x56, mask=col_k < K)
+    tl.store(x65_out + tile * C + row, x65, mask=row < C)
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs(g, row, False, True)
+    # x28 = x4 * x27
+    x28 = x4 * x27
+    _store_rows(x28_out + tile * C * C, x28, row, row, C, C, C, True)
 
 
 @_jit
@@ -841,13 +839,13 @@ def _backward_finish_1(
     k_ptr,
     dKT_ptr,
     q_ptr,
-    x29_ptr,
+    x28_ptr,
     beta_ptr,
     p_ptr,
-    x34_ptr,
-    x57_ptr,
+    x33_ptr,
+    x56_ptr,
     Gc_ptr,
-    x66_ptr,
+    x65_ptr,
     dq_out,
     dk_out,
     dp_out,
@@ -891,81 +889,81 @@ def _backward_finish_1(
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
-    # x10 = x4 * dAqk
-    x10 = x4 * dAqk
-    # x12 = diagonal(dAqk)
-    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    # x16 = sum[after](g)
-    x16 = _sums_of_numbers(_keep_after(row), g)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
+    # x11 = x4 * dAqk
+    x11 = x4 * dAqk
+    # x13 = diagonal(dAqk)
+    x13 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x17 = sum[after](g)
+    x17 = _sums_of_numbers(_keep_after(row), g)
+    # x18 = exp(x17)
+    x18 = tl.exp(x17)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x29 = _load_rows(x29_ptr + tile * C * C, row, row, C, C, C, True)
-    x44 = tl.zeros([C, ], tl.float32)
-    x52 = tl.zeros([C, ], tl.float32)
+    x28 = _load_rows(x28_ptr + tile * C * C, row, row, C, C, C, True)
+    x43 = tl.zeros([C, ], tl.float32)
+    x51 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
-    x62 = tl.zeros([C, ], tl.float32)
-    x68 = tl.zeros([C, ], tl.float32)
+    x61 = tl.zeros([C, ], tl.float32)
+    x67 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x11 = x10 @ k
-        x11 = _dot(x10, k, DOT, PRECISION)
+        # x12 = x11 @ k
+        x12 = _dot(x11, k, DOT, PRECISION)
         dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
-        dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
+        # dq = ((dQL * x2) + (x12 + (x13 * k))) * scale
+        dq = ((dQL * x2[:, None]) + (x12 + (x13[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x19 = scale * q
-        x19 = scale * q
-        # x22 = x10^T @ x19
-        x22 = _dot(tl.trans(x10), x19, DOT, PRECISION)
+        # x20 = scale * q
+        x20 = scale * q
+        # x23 = x11^T @ x20
+        x23 = _dot(tl.trans(x11), x20, DOT, PRECISION)
         p = _load_rows(p_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x30 = beta * p
-        x30 = beta[:, None] * p
-        # x31 = x29^T @ x30
-        x31 = _dot(tl.trans(x29), x30, DOT, PRECISION)
-        # x33 = x22 + -x31
-        x33 = x22 + (-x31)
+        # x29 = beta * p
+        x29 = beta[:, None] * p
+        # x30 = x28^T @ x29
+        x30 = _dot(tl.trans(x28), x29, DOT, PRECISION)
+        # x32 = x23 + -x30
+        x32 = x23 + (-x30)
         dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((dKT * x17) + (x12 * x19)) + x33
-        dk = ((dKT * x17[:, None]) + (x12[:, None] * x19)) + x33
+        # dk = ((dKT * x18) + (x13 * x20)) + x32
+        dk = ((dKT * x18[:, None]) + (x13[:, None] * x20)) + x32
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x37 = x29 @ k
-        x37 = _dot(x29, k, DOT, PRECISION)
-        x34 = _load_rows(x34_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x39 = -(x34 * x2) + -x37
-        x39 = (-(x34 * x2[:, None])) + (-x37)
-        # dp = x39 * beta
-        dp = x39 * beta[:, None]
+        # x36 = x28 @ k
+        x36 = _dot(x28, k, DOT, PRECISION)
+        x33 = _load_rows(x33_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x38 = -(x33 * x2) + -x36
+        x38 = (-(x33 * x2[:, None])) + (-x36)
+        # dp = x38 * beta
+        dp = x38 * beta[:, None]
         if NEED & 8:
             _store_rows(dp_out + ((batch * T + start) * HV + head_v) * K, dp, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x44 = sum_K(((dQL * x19) + -(x34 * x30)))
-        x44 += tl.sum(((dQL * x19) + (-(x34 * x30))), 1)
-        # x52 = sum_K((((x30 * x37) + (k * x33)) + -(x19 * x11)))
-        x52 += tl.sum((((x30 * x37) + (k * x33)) + (-(x19 * x11))), 1)
-        x57 = tl.load(x57_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x57)
-        dGc += tl.sum(x57, 0)
-        # x62 = sum_K((dKT * k))
-        x62 += tl.sum((dKT * k), 1)
-        # x68 = sum_K((x39 * p))
-        x68 += tl.sum((x39 * p), 1)
-    # x55 = sum[from](((x44 * x2) + -x52))
-    x55 = _sums_of_numbers(_keep_from(row), ((x44 * x2) + (-x52)))
-    # x64 = sum[before]((x62 * x17))
-    x64 = _sums_of_numbers(_keep_before(row), (x62 * x17))
+        # x43 = sum_K(((dQL * x20) + -(x33 * x29)))
+        x43 += tl.sum(((dQL * x20) + (-(x33 * x29))), 1)
+        # x51 = sum_K((((x29 * x36) + (k * x32)) + -(x20 * x12)))
+        x51 += tl.sum((((x29 * x36) + (k * x32)) + (-(x20 * x12))), 1)
+        x56 = tl.load(x56_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x56)
+        dGc += tl.sum(x56, 0)
+        # x61 = sum_K((dKT * k))
+        x61 += tl.sum((dKT * k), 1)
+        # x67 = sum_K((x38 * p))
+        x67 += tl.sum((x38 * p), 1)
+    # x54 = sum[from](((x43 * x2) + -x51))
+    x54 = _sums_of_numbers(_keep_from(row), ((x43 * x2) + (-x51)))
+    # x63 = sum[before]((x61 * x18))
+    x63 = _sums_of_numbers(_keep_before(row), (x61 * x18))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x55 + (dGc * Gc)) + x64
-    dg = (x55 + (dGc * Gc)) + x64
+    # dg = (x54 + (dGc * Gc)) + x63
+    dg = (x54 + (dGc * Gc)) + x63
     if NEED & 16:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    x66 = tl.load(x66_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x66 + x68
-    dbeta = x66 + x68
+    x65 = tl.load(x65_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x65 + x67
+    dbeta = x65 + x67
     if NEED & 32:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -1091,7 +1089,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = size * C * (keys * BK + values * BV + squares * C)
+            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if registers and torch.version.hip is None:
@@ -1117,6 +1115,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1124,9 +1123,9 @@ def _forward_triton(
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-    M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x7 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    x11 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x8 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+    x12 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
@@ -1141,9 +1140,9 @@ def _forward_triton(
             beta,
             v,
             Aqk,
-            M1,
-            x7,
-            x11,
+            E,
+            x8,
+            x12,
             QL,
             KT,
             Gc,
@@ -1160,8 +1159,8 @@ def _forward_triton(
         _launch(
             _forward_scan,
             B * HV * -(-V // own["forward.scan"]["BV"]),
-            x11,
-            x7,
+            x12,
+            x8,
             Aqk,
             QL,
             KT,
@@ -1181,7 +1180,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1195,7 +1194,7 @@ def _backward_triton(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqk: Tensor,
-    M1: Tensor,
+    E: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1205,6 +1204,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1220,16 +1220,17 @@ def _backward_triton(
     dbeta = _gradient(beta, HV, needs & 32 > 0)
     with _on(q):
         if needs & 127:
-            x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            x6 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+            x8 = q.new_empty((B, NT, HV, C, K), dtype=wide)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x26 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x25 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                M1,
+                E,
+                beta,
                 v,
                 p,
                 g,
@@ -1237,10 +1238,10 @@ def _backward_triton(
                 Aqk,
                 do,
                 q,
-                x5,
-                x7,
+                x6,
+                x8,
                 KT,
-                x26,
+                x25,
                 Gc,
                 QL,
                 scale,
@@ -1259,8 +1260,8 @@ def _backward_triton(
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
-                x7,
-                x5,
+                x8,
+                x6,
                 KT,
                 Gc,
                 Vnew,
@@ -1286,11 +1287,11 @@ def _backward_triton(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 KT,
-                x26,
+                x25,
                 Gc,
                 QL,
                 do,
-                x7,
+                x8,
                 dVnew,
                 last,
                 dh0,
@@ -1311,10 +1312,10 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x29 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x34 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x57 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x66 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x28 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x33 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x56 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x65 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1322,20 +1323,19 @@ def _backward_triton(
                 kept_S,
                 Vnew,
                 kept_dS,
-                p,
-                k,
+                E,
+                dVnew,
                 g,
                 beta,
-                dVnew,
                 v,
                 dQL,
                 dAqk,
                 dKT,
-                x29,
+                x28,
                 dv,
-                x34,
-                x57,
-                x66,
+                x33,
+                x56,
+                x65,
                 scale,
                 T,
                 NT,
@@ -1356,13 +1356,13 @@ def _backward_triton(
                 k,
                 dKT,
                 q,
-                x29,
+                x28,
                 beta,
                 p,
-                x34,
-                x57,
+                x33,
+                x56,
                 Gc,
-                x66,
+                x65,
                 dq,
                 dk,
                 dp,
@@ -1539,26 +1539,26 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, p, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, p, g, beta,))
-    # x8 = sum[to](g)
-    x8 = _run(g[..., None], 'to')[..., 0]
-    # x9 = exp(x8)
-    x9 = torch.exp(x8)
-    # x16 = sum[after](g)
-    x16 = _run(g[..., None], 'after')[..., 0]
-    # x19 = sum[all](g)
-    x19 = g.sum(-1)
-    # Gc = exp(x19)
-    Gc = torch.exp(x19)
+    # x9 = sum[to](g)
+    x9 = _run(g[..., None], 'to')[..., 0]
+    # x10 = exp(x9)
+    x10 = torch.exp(x9)
+    # x17 = sum[after](g)
+    x17 = _run(g[..., None], 'after')[..., 0]
+    # x20 = sum[all](g)
+    x20 = g.sum(-1)
+    # Gc = exp(x20)
+    Gc = torch.exp(x20)
     # x2 = scale * q
     x2 = scale * q
     # x3 = x2 @ k^T
     x3 = x2 @ k.mT
     # x5 = p @ k^T
     x5 = p @ k.mT
-    # QL = x2 * x9
-    QL = x2 * x9[..., :, None]
-    # KT = k * exp(x16)
-    KT = k * torch.exp(x16)[..., :, None]
+    # QL = x2 * x10
+    QL = x2 * x10[..., :, None]
+    # KT = k * exp(x17)
+    KT = k * torch.exp(x17)[..., :, None]
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
     # Aqk = x * x3
@@ -1567,41 +1567,41 @@ def _forward_torch(
     x4 = _pairs_of(g, False, True)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse_of((beta[..., :, None] * (x4 * x5)))
-    # M1 = E * beta^T
-    M1 = E * beta[..., None, :]
-    # x11 = M1 @ (p * x9)
-    x11 = M1 @ (p * x9[..., :, None])
-    # x7 = M1 @ v
-    x7 = M1 @ v
+    # x7 = E * beta^T
+    x7 = E * beta[..., None, :]
+    # x12 = x7 @ (p * x10)
+    x12 = x7 @ (p * x10[..., :, None])
+    # x8 = x7 @ v
+    x8 = x7 @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
-        x11_here = x11[:, chunk]
-        x7_here = x7[:, chunk]
+        x12_here = x12[:, chunk]
+        x8_here = x8[:, chunk]
         Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
         KT_here = KT[:, chunk]
         Gc_here = Gc[:, chunk]
-        # x12 = x11 @ S
-        x12 = x11_here @ S
-        # Vnew = x7 + -x12
-        Vnew = x7_here + (-x12)
-        # x14 = Aqk @ Vnew
-        x14 = Aqk_here @ Vnew
-        # x15 = QL @ S
-        x15 = QL_here @ S
-        # o = x14 + x15
-        o = x14 + x15
-        # x18 = KT^T @ Vnew
-        x18 = KT_here.mT @ Vnew
-        # S_next = x18 + (S * Gc)
-        S_next = x18 + (S * Gc_here[..., None, None])
+        # x13 = x12 @ S
+        x13 = x12_here @ S
+        # Vnew = x8 + -x13
+        Vnew = x8_here + (-x13)
+        # x15 = Aqk @ Vnew
+        x15 = Aqk_here @ Vnew
+        # x16 = QL @ S
+        x16 = QL_here @ S
+        # o = x15 + x16
+        o = x15 + x16
+        # x19 = KT^T @ Vnew
+        x19 = KT_here.mT @ Vnew
+        # S_next = x19 + (S * Gc)
+        S_next = x19 + (S * Gc_here[..., None, None])
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1615,7 +1615,7 @@ def _backward_torch(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqk: Tensor,
-    M1: Tensor,
+    E: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1632,51 +1632,53 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, p, g, beta, = (_chunks(x, HV, C, dtype) for x in given)
+    # x5 = E * beta^T
+    x5 = E * beta[..., None, :]
     # x = sum[to](g)
     x = _run(g[..., None], 'to')[..., 0]
     # x2 = exp(x)
     x2 = torch.exp(x)
-    # x16 = sum[after](g)
-    x16 = _run(g[..., None], 'after')[..., 0]
-    # x17 = exp(x16)
-    x17 = torch.exp(x16)
-    # x58 = sum[all](g)
-    x58 = g.sum(-1)
-    # Gc = exp(x58)
-    Gc = torch.exp(x58)
-    # x7 = M1 @ (p * x2)
-    x7 = M1 @ (p * x2[..., :, None])
-    # KT = k * x17
-    KT = k * x17[..., :, None]
+    # x17 = sum[after](g)
+    x17 = _run(g[..., None], 'after')[..., 0]
+    # x18 = exp(x17)
+    x18 = torch.exp(x17)
+    # x57 = sum[all](g)
+    x57 = g.sum(-1)
+    # Gc = exp(x57)
+    Gc = torch.exp(x57)
+    # x8 = x5 @ (p * x2)
+    x8 = x5 @ (p * x2[..., :, None])
+    # KT = k * x18
+    KT = k * x18[..., :, None]
     if needs & 126:
-        # x19 = scale * q
-        x19 = scale * q
-        # QL = x19 * x2
-        QL = x19 * x2[..., :, None]
+        # x20 = scale * q
+        x20 = scale * q
+        # QL = x20 * x2
+        QL = x20 * x2[..., :, None]
     if needs & 59:
-        # x5 = M1 @ v
-        x5 = M1 @ v
+        # x6 = x5 @ v
+        x6 = x5 @ v
     if needs & 126:
-        # x26 = Aqk^T @ do
-        x26 = Aqk.mT @ do
+        # x25 = Aqk^T @ do
+        x25 = Aqk.mT @ do
     if needs & 59:
         S = state
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
-            x7_here = x7[:, chunk]
-            x5_here = x5[:, chunk]
+            x8_here = x8[:, chunk]
+            x6_here = x6[:, chunk]
             KT_here = KT[:, chunk]
             Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
-            # x8 = x7 @ S
-            x8 = x7_here @ S
-            # Vnew = x5 + -x8
-            Vnew = x5_here + (-x8)
-            # x69 = KT^T @ Vnew
-            x69 = KT_here.mT @ Vnew
-            # S_next = x69 + (S * Gc)
-            S_next = x69 + (S * Gc_here[..., None, None])
+            # x9 = x8 @ S
+            x9 = x8_here @ S
+            # Vnew = x6 + -x9
+            Vnew = x6_here + (-x9)
+            # x68 = KT^T @ Vnew
+            x68 = KT_here.mT @ Vnew
+            # S_next = x68 + (S * Gc)
+            S_next = x68 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1688,36 +1690,27 @@ def _backward_torch(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             KT_here = KT[:, chunk]
-            x26_here = x26[:, chunk]
+            x25_here = x25[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
-            x7_here = x7[:, chunk]
+            x8_here = x8[:, chunk]
             kept_dS_all.append(dS)
-            # x25 = KT @ dS
-            x25 = KT_here @ dS
-            # dVnew = x25 + x26
-            dVnew = x25 + x26_here
-            # x72 = QL^T @ do
-            x72 = QL_here.mT @ do_here
-            # x74 = x7^T @ dVnew
-            x74 = x7_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x72) + -x74
-            dS_prev = ((dS * Gc_here[..., None, None]) + x72) + (-x74)
+            # x24 = KT @ dS
+            x24 = KT_here @ dS
+            # dVnew = x24 + x25
+            dVnew = x24 + x25_here
+            # x71 = QL^T @ do
+            x71 = QL_here.mT @ do_here
+            # x73 = x8^T @ dVnew
+            x73 = x8_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x71) + -x73
+            dS_prev = ((dS * Gc_here[..., None, None]) + x71) + (-x73)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
         dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
-    if needs & 62:
-        # x23 = p @ k^T
-        x23 = p @ k.mT
-    if needs & 63:
-        # x4 = pair(g, to, strict=True)
-        x4 = _pairs_of(g, False, True)
-    if needs & 62:
-        # E = inverse((beta * (x4 * x23)))
-        E = _inverse_of((beta[..., :, None] * (x4 * x23)))
     if needs & 17:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1728,85 +1721,88 @@ def _backward_torch(
         # dKT = Vnew @ dS^T
         dKT = Vnew @ dS.mT
     if needs & 62:
-        # x27 = E^T @ dVnew
-        x27 = E.mT @ dVnew
+        # x26 = E^T @ dVnew
+        x26 = E.mT @ dVnew
     if needs & 58:
-        # x28 = x27 @ Vnew^T
-        x28 = x27 @ Vnew.mT
+        # x27 = x26 @ Vnew^T
+        x27 = x26 @ Vnew.mT
     if needs & 4:
-        # dv = x27 * beta
-        dv = x27 * beta[..., :, None]
+        # dv = x26 * beta
+        dv = x26 * beta[..., :, None]
     if needs & 56:
-        # x34 = x27 @ S^T
-        x34 = x27 @ S.mT
+        # x33 = x26 @ S^T
+        x33 = x26 @ S.mT
     if needs & 16:
-        # x56 = dS * S
-        x56 = dS * S
-        # x57 = sum_V(x56)
-        x57 = x56.sum(-1)
+        # x55 = dS * S
+        x55 = dS * S
+        # x56 = sum_V(x55)
+        x56 = x55.sum(-1)
     if needs & 32:
-        # x65 = x27 * v
-        x65 = x27 * v
-        # x66 = sum_V(x65)
-        x66 = x65.sum(-1)
+        # x64 = x26 * v
+        x64 = x26 * v
+        # x65 = sum_V(x64)
+        x65 = x64.sum(-1)
+    if needs & 59:
+        # x4 = pair(g, to, strict=True)
+        x4 = _pairs_of(g, False, True)
     if needs & 58:
-        # x29 = x4 * x28
-        x29 = x4 * x28
+        # x28 = x4 * x27
+        x28 = x4 * x27
     if needs & 19:
-        # x10 = x4 * dAqk
-        x10 = x4 * dAqk
+        # x11 = x4 * dAqk
+        x11 = x4 * dAqk
     if needs & 3:
-        # x12 = diagonal(dAqk)
-        x12 = dAqk.diagonal(dim1=-2, dim2=-1)
+        # x13 = diagonal(dAqk)
+        x13 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 17:
-        # x11 = x10 @ k
-        x11 = x10 @ k
+        # x12 = x11 @ k
+        x12 = x11 @ k
     if needs & 1:
-        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
-        dq = ((dQL * x2[..., :, None]) + (x11 + (x12[..., :, None] * k))) * scale
+        # dq = ((dQL * x2) + (x12 + (x13 * k))) * scale
+        dq = ((dQL * x2[..., :, None]) + (x12 + (x13[..., :, None] * k))) * scale
     if needs & 18:
-        # x22 = x10^T @ x19
-        x22 = x10.mT @ x19
-        # x30 = beta * p
-        x30 = beta[..., :, None] * p
-        # x31 = x29^T @ x30
-        x31 = x29.mT @ x30
-        # x33 = x22 + -x31
-        x33 = x22 + (-x31)
+        # x23 = x11^T @ x20
+        x23 = x11.mT @ x20
+        # x29 = beta * p
+        x29 = beta[..., :, None] * p
+        # x30 = x28^T @ x29
+        x30 = x28.mT @ x29
+        # x32 = x23 + -x30
+        x32 = x23 + (-x30)
     if needs & 2:
-        # dk = ((dKT * x17) + (x12 * x19)) + x33
-        dk = ((dKT * x17[..., :, None]) + (x12[..., :, None] * x19)) + x33
+        # dk = ((dKT * x18) + (x13 * x20)) + x32
+        dk = ((dKT * x18[..., :, None]) + (x13[..., :, None] * x20)) + x32
     if needs & 56:
-        # x37 = x29 @ k
-        x37 = x29 @ k
+        # x36 = x28 @ k
+        x36 = x28 @ k
     if needs & 40:
-        # x39 = -(x34 * x2) + -x37
-        x39 = (-(x34 * x2[..., :, None])) + (-x37)
+        # x38 = -(x33 * x2) + -x36
+        x38 = (-(x33 * x2[..., :, None])) + (-x36)
     if needs & 8:
-        # dp = x39 * beta
-        dp = x39 * beta[..., :, None]
+        # dp = x38 * beta
+        dp = x38 * beta[..., :, None]
     if needs & 16:
-        # x44 = sum_K(((dQL * x19) + -(x34 * x30)))
-        x44 = ((dQL * x19) + (-(x34 * x30))).sum(-1)
-        # x52 = sum_K((((x30 * x37) + (k * x33)) + -(x19 * x11)))
-        x52 = (((x30 * x37) + (k * x33)) + (-(x19 * x11))).sum(-1)
-        # dGc = sum_K(x57)
-        dGc = x57.sum(-1)
-        # x62 = sum_K((dKT * k))
-        x62 = (dKT * k).sum(-1)
+        # x43 = sum_K(((dQL * x20) + -(x33 * x29)))
+        x43 = ((dQL * x20) + (-(x33 * x29))).sum(-1)
+        # x51 = sum_K((((x29 * x36) + (k * x32)) + -(x20 * x12)))
+        x51 = (((x29 * x36) + (k * x32)) + (-(x20 * x12))).sum(-1)
+        # dGc = sum_K(x56)
+        dGc = x56.sum(-1)
+        # x61 = sum_K((dKT * k))
+        x61 = (dKT * k).sum(-1)
     if needs & 32:
-        # x68 = sum_K((x39 * p))
-        x68 = (x39 * p).sum(-1)
+        # x67 = sum_K((x38 * p))
+        x67 = (x38 * p).sum(-1)
     if needs & 16:
-        # x55 = sum[from](((x44 * x2) + -x52))
-        x55 = _run(((x44 * x2) + (-x52))[..., None], 'from')[..., 0]
-        # x64 = sum[before]((x62 * x17))
-        x64 = _run((x62 * x17)[..., None], 'before')[..., 0]
-        # dg = (x55 + (dGc * Gc)) + x64
-        dg = (x55 + (dGc * Gc)[..., None]) + x64
+        # x54 = sum[from](((x43 * x2) + -x51))
+        x54 = _run(((x43 * x2) + (-x51))[..., None], 'from')[..., 0]
+        # x63 = sum[before]((x61 * x18))
+        x63 = _run((x61 * x18)[..., None], 'before')[..., 0]
+        # dg = (x54 + (dGc * Gc)) + x63
+        dg = (x54 + (dGc * Gc)[..., None]) + x63
     if needs & 32:
-        # dbeta = x66 + x68
-        dbeta = x66 + x68
+        # dbeta = x65 + x67
+        dbeta = x65 + x67
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program 649451c1:
+# the delta rule, no decay, program 2d22b1c5:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -46,7 +46,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta"]
 
-_NAME = "delta_649451c1"
+_NAME = "delta_2d22b1c5"
 
 
 def _jit(function: Any) -> Any:
@@ -293,9 +293,9 @@ def _forward_prepare(
     v_ptr,
     QL_out,
     Aqk_out,
-    M1_out,
-    x3_out,
+    E_out,
     x4_out,
+    x5_out,
     scale,
     T,
     NT,
@@ -348,32 +348,32 @@ def _forward_prepare(
     N = tl.where(_keep_before(row), x2, 0.0)
     # E = inverse(N)
     E = _inverse(N, row, C, LEVELS, SOLVE)
-    # M1 = E * beta^T
-    M1 = E * beta[None, :]
     if SAVE:
-        _store_rows(M1_out + tile * C * C, M1, row, row, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+    # x3 = E * beta^T
+    x3 = E * beta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # BL = beta * k
         BL = beta[:, None] * k
-        # x4 = M1 @ k
-        x4 = _dot(M1, k, DOT, PRECISION)
-        _store_rows(x4_out + tile * C * K, x4, row, col_k, K, C, K, K % BK == 0)
+        # x5 = x3 @ k
+        x5 = _dot(x3, k, DOT, PRECISION)
+        _store_rows(x5_out + tile * C * K, x5, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x3 = M1 @ v
-        x3 = _dot(M1, v, DOT, PRECISION)
-        _store_rows(x3_out + tile * C * V, x3, row, col_v, V, C, V, V % BV == 0)
+        # x4 = x3 @ v
+        x4 = _dot(x3, v, DOT, PRECISION)
+        _store_rows(x4_out + tile * C * V, x4, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
+    x5_ptr,
     x4_ptr,
-    x3_ptr,
     Aqk_ptr,
     QL_ptr,
     k_ptr,
@@ -423,27 +423,27 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x5 = x4 @ S
-        x5 = _dot(x4, S, RANGE, PRECISION)
-        x3 = _load_rows(x3_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = x3 + -x5
-        Vnew = x3 + (-x5)
+        x5 = _load_rows(x5_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x6 = x5 @ S
+        x6 = _dot(x5, S, RANGE, PRECISION)
+        x4 = _load_rows(x4_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x4 + -x6
+        Vnew = x4 + (-x6)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-        # x7 = Aqk @ Vnew
-        x7 = _dot(Aqk, Vnew, DOT, PRECISION)
+        # x8 = Aqk @ Vnew
+        x8 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x8 = QL @ S
-        x8 = _dot(QL, S, RANGE, PRECISION)
-        # o = x7 + x8
-        o = x7 + x8
+        # x9 = QL @ S
+        x9 = _dot(QL, S, RANGE, PRECISION)
+        # o = x8 + x9
+        o = x8 + x9
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x9 = k^T @ Vnew
-        x9 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
-        # S_next = x9 + S
-        S_next = x9 + S
+        # x10 = k^T @ Vnew
+        x10 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
+        # S_next = x10 + S
+        S_next = x10 + S
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -455,14 +455,15 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    M1_ptr,
+    E_ptr,
+    beta_ptr,
     v_ptr,
     k_ptr,
     Aqk_ptr,
     do_ptr,
     q_ptr,
-    x2_out,
     x3_out,
+    x4_out,
     x11_out,
     QL_out,
     scale,
@@ -495,14 +496,17 @@ def _backward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    M1 = _load_rows(M1_ptr + tile * C * C, row, row, C, C, C, True)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x2 = E * beta^T
+    x2 = E * beta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x3 = M1 @ k
-        x3 = _dot(M1, k, DOT, PRECISION)
-        _store_rows(x3_out + tile * C * K, x3, row, col_k, K, C, K, K % BK == 0)
+        # x4 = x2 @ k
+        x4 = _dot(x2, k, DOT, PRECISION)
+        _store_rows(x4_out + tile * C * K, x4, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = scale * q
         QL = scale * q
@@ -512,9 +516,9 @@ def _backward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x2 = M1 @ v
-        x2 = _dot(M1, v, DOT, PRECISION)
-        _store_rows(x2_out + tile * C * V, x2, row, col_v, V, C, V, V % BV == 0)
+        # x3 = x2 @ v
+        x3 = _dot(x2, v, DOT, PRECISION)
+        _store_rows(x3_out + tile * C * V, x3, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x11 = Aqk^T @ do
         x11 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
@@ -523,8 +527,8 @@ def _backward_prepare(
 
 @_jit
 def _backward_scan(
+    x4_ptr,
     x3_ptr,
-    x2_ptr,
     k_ptr,
     Vnew_out,
     initial_ptr,
@@ -574,12 +578,12 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x4 = x3 @ S
-        x4 = _dot(x3, S, RANGE, PRECISION)
-        x2 = _load_rows(x2_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = x2 + -x4
-        Vnew = x2 + (-x4)
+        x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x5 = x4 @ S
+        x5 = _dot(x4, S, RANGE, PRECISION)
+        x3 = _load_rows(x3_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x3 + -x5
+        Vnew = x3 + (-x5)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x29 = k^T @ Vnew
@@ -597,7 +601,7 @@ def _backward_reverse(
     x11_ptr,
     QL_ptr,
     do_ptr,
-    x3_ptr,
+    x4_ptr,
     dVnew_out,
     initial_ptr,
     final_out,
@@ -657,9 +661,9 @@ def _backward_reverse(
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x30 = QL^T @ do
         x30 = _dot(tl.trans(QL), do, DOT, PRECISION)
-        x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x32 = x3^T @ dVnew
-        x32 = _dot(tl.trans(x3), dVnew, DOT, PRECISION)
+        x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x32 = x4^T @ dVnew
+        x32 = _dot(tl.trans(x4), dVnew, DOT, PRECISION)
         # dS_prev = (dS + x30) + -x32
         dS_prev = (dS + x30) + (-x32)
         dS = dS_prev
@@ -673,13 +677,13 @@ def _backward_finish(
     S_ptr,
     Vnew_ptr,
     dS_ptr,
-    beta_ptr,
-    k_ptr,
+    E_ptr,
     dVnew_ptr,
+    beta_ptr,
     v_ptr,
     x_out,
-    x6_out,
-    x8_out,
+    x7_out,
+    x9_out,
     x14_out,
     x19_out,
     dv_out,
@@ -716,19 +720,13 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x9 = (beta * k) @ k^T
-    x9 = _dot((beta[:, None] * k), tl.trans(k), DOT, PRECISION)
-    # N = mask(x9, strict=True)
-    N = tl.where(_keep_before(row), x9, 0.0)
-    # E = inverse(N)
-    E = _inverse(N, row, C, LEVELS, SOLVE)
     x = tl.zeros([C, BK, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
-    x8 = tl.zeros([C, BK, ], tl.float32)
+    x9 = tl.zeros([C, BK, ], tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     x13 = tl.zeros([C, C, ], tl.float32)
     x18 = tl.zeros([C, BK, ], tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     x26 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -741,8 +739,8 @@ def _backward_finish(
         # dAqk = do @ Vnew^T
         dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
-        # x8 = Vnew @ dS^T
-        x8 += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
+        # x9 = Vnew @ dS^T
+        x9 += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x12 = E^T @ dVnew
         x12 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
@@ -760,11 +758,11 @@ def _backward_finish(
         # x26 = sum_V(x25)
         x26 += tl.sum(x25, 1)
     _store_rows(x_out + tile * C * K, x, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x9_out + tile * C * K, x9, row, col_k, K, C, K, K % BK == 0)
     tl.store(x26_out + tile * C + row, x26, mask=row < C)
-    # x6 = mask(dAqk, strict=False)
-    x6 = tl.where(_keep_to(row), dAqk, 0.0)
-    _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
+    # x7 = mask(dAqk, strict=False)
+    x7 = tl.where(_keep_to(row), dAqk, 0.0)
+    _store_rows(x7_out + tile * C * C, x7, row, row, C, C, C, True)
     # x14 = mask(x13, strict=True)
     x14 = tl.where(_keep_before(row), x13, 0.0)
     _store_rows(x14_out + tile * C * C, x14, row, row, C, C, C, True)
@@ -775,12 +773,12 @@ def _backward_finish(
 
 @_jit
 def _backward_finish_1(
-    x6_ptr,
+    x7_ptr,
     k_ptr,
     x_ptr,
     x14_ptr,
     beta_ptr,
-    x8_ptr,
+    x9_ptr,
     x19_ptr,
     q_ptr,
     x26_ptr,
@@ -817,7 +815,7 @@ def _backward_finish_1(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
+    x7 = _load_rows(x7_ptr + tile * C * C, row, row, C, C, C, True)
     x14 = _load_rows(x14_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     x28 = tl.zeros([C, ], tl.float32)
@@ -825,11 +823,11 @@ def _backward_finish_1(
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x7 = x6 @ k
-        x7 = _dot(x6, k, DOT, PRECISION)
+        # x8 = x7 @ k
+        x8 = _dot(x7, k, DOT, PRECISION)
         x = _load_rows(x_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = (x + x7) * scale
-        dq = (x + x7) * scale
+        # dq = (x + x8) * scale
+        dq = (x + x8) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
         # x15 = x14^T @ (beta * k)
@@ -840,11 +838,11 @@ def _backward_finish_1(
         # dBL = x19 + -x20
         dBL = x19 + (-x20)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x24 = x6^T @ (scale * q)
-        x24 = _dot(tl.trans(x6), (scale * q), DOT, PRECISION)
-        x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((x8 + -x15) + (dBL * beta)) + x24
-        dk = ((x8 + (-x15)) + (dBL * beta[:, None])) + x24
+        # x24 = x7^T @ (scale * q)
+        x24 = _dot(tl.trans(x7), (scale * q), DOT, PRECISION)
+        x9 = _load_rows(x9_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((x9 + -x15) + (dBL * beta)) + x24
+        dk = ((x9 + (-x15)) + (dBL * beta[:, None])) + x24
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
         # x28 = sum_K((dBL * k))
@@ -977,7 +975,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = size * C * (keys * BK + values * BV + squares * C)
+            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if registers and torch.version.hip is None:
@@ -1001,6 +999,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (beta, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1009,9 +1008,9 @@ def _forward_triton(
     initial = none if initial_state is None else initial_state.contiguous()
     QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-    M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x3 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    x4 = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x4 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+    x5 = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1022,9 +1021,9 @@ def _forward_triton(
             v,
             QL,
             Aqk,
-            M1,
-            x3,
+            E,
             x4,
+            x5,
             scale,
             T,
             NT,
@@ -1038,8 +1037,8 @@ def _forward_triton(
         _launch(
             _forward_scan,
             B * HV * -(-V // own["forward.scan"]["BV"]),
+            x5,
             x4,
-            x3,
             Aqk,
             QL,
             k,
@@ -1058,7 +1057,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1070,7 +1069,7 @@ def _backward_triton(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqk: Tensor,
-    M1: Tensor,
+    E: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1080,6 +1079,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (beta, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1093,21 +1093,22 @@ def _backward_triton(
     dbeta = _gradient(beta, HV, needs & 8 > 0)
     with _on(q):
         if needs & 31:
-            x2 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x3 = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x11 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x3 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+            x4 = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            x11 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                M1,
+                E,
+                beta,
                 v,
                 k,
                 Aqk,
                 do,
                 q,
-                x2,
                 x3,
+                x4,
                 x11,
                 QL,
                 scale,
@@ -1126,8 +1127,8 @@ def _backward_triton(
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
+                x4,
                 x3,
-                x2,
                 k,
                 Vnew,
                 initial,
@@ -1155,7 +1156,7 @@ def _backward_triton(
                 x11,
                 QL,
                 do,
-                x3,
+                x4,
                 dVnew,
                 last,
                 dh0,
@@ -1174,8 +1175,8 @@ def _backward_triton(
             )
         if needs & 15:
             x = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x8 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x7 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x9 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x14 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x19 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x26 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
@@ -1186,13 +1187,13 @@ def _backward_triton(
                 kept_S,
                 Vnew,
                 kept_dS,
-                beta,
-                k,
+                E,
                 dVnew,
+                beta,
                 v,
                 x,
-                x6,
-                x8,
+                x7,
+                x9,
                 x14,
                 x19,
                 dv,
@@ -1211,12 +1212,12 @@ def _backward_triton(
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
-                x6,
+                x7,
                 k,
                 x,
                 x14,
                 beta,
-                x8,
+                x9,
                 x19,
                 q,
                 x26,
@@ -1404,40 +1405,40 @@ def _forward_torch(
     N = torch.tril(x2, -1)
     # E = inverse(N)
     E = _inverse_of(N)
-    # M1 = E * beta^T
-    M1 = E * beta[..., None, :]
-    # x4 = M1 @ k
-    x4 = M1 @ k
-    # x3 = M1 @ v
-    x3 = M1 @ v
+    # x3 = E * beta^T
+    x3 = E * beta[..., None, :]
+    # x5 = x3 @ k
+    x5 = x3 @ k
+    # x4 = x3 @ v
+    x4 = x3 @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
+        x5_here = x5[:, chunk]
         x4_here = x4[:, chunk]
-        x3_here = x3[:, chunk]
         Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
         k_here = k[:, chunk]
-        # x5 = x4 @ S
-        x5 = x4_here @ S
-        # Vnew = x3 + -x5
-        Vnew = x3_here + (-x5)
-        # x7 = Aqk @ Vnew
-        x7 = Aqk_here @ Vnew
-        # x8 = QL @ S
-        x8 = QL_here @ S
-        # o = x7 + x8
-        o = x7 + x8
-        # x9 = k^T @ Vnew
-        x9 = k_here.mT @ Vnew
-        # S_next = x9 + S
-        S_next = x9 + S
+        # x6 = x5 @ S
+        x6 = x5_here @ S
+        # Vnew = x4 + -x6
+        Vnew = x4_here + (-x6)
+        # x8 = Aqk @ Vnew
+        x8 = Aqk_here @ Vnew
+        # x9 = QL @ S
+        x9 = QL_here @ S
+        # o = x8 + x9
+        o = x8 + x9
+        # x10 = k^T @ Vnew
+        x10 = k_here.mT @ Vnew
+        # S_next = x10 + S
+        S_next = x10 + S
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1449,7 +1450,7 @@ def _backward_torch(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqk: Tensor,
-    M1: Tensor,
+    E: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1466,14 +1467,16 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, beta, = (_chunks(x, HV, C, dtype) for x in given)
-    # x3 = M1 @ k
-    x3 = M1 @ k
+    # x2 = E * beta^T
+    x2 = E * beta[..., None, :]
+    # x4 = x2 @ k
+    x4 = x2 @ k
     if needs & 30:
         # QL = scale * q
         QL = scale * q
     if needs & 11:
-        # x2 = M1 @ v
-        x2 = M1 @ v
+        # x3 = x2 @ v
+        x3 = x2 @ v
     if needs & 30:
         # x11 = Aqk^T @ do
         x11 = Aqk.mT @ do
@@ -1482,14 +1485,14 @@ def _backward_torch(
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
+            x4_here = x4[:, chunk]
             x3_here = x3[:, chunk]
-            x2_here = x2[:, chunk]
             k_here = k[:, chunk]
             kept_S_all.append(S)
-            # x4 = x3 @ S
-            x4 = x3_here @ S
-            # Vnew = x2 + -x4
-            Vnew = x2_here + (-x4)
+            # x5 = x4 @ S
+            x5 = x4_here @ S
+            # Vnew = x3 + -x5
+            Vnew = x3_here + (-x5)
             # x29 = k^T @ Vnew
             x29 = k_here.mT @ Vnew
             # S_next = x29 + S
@@ -1508,7 +1511,7 @@ def _backward_torch(
             x11_here = x11[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
-            x3_here = x3[:, chunk]
+            x4_here = x4[:, chunk]
             kept_dS_all.append(dS)
             # x10 = k @ dS
             x10 = k_here @ dS
@@ -1516,8 +1519,8 @@ def _backward_torch(
             dVnew = x10 + x11_here
             # x30 = QL^T @ do
             x30 = QL_here.mT @ do_here
-            # x32 = x3^T @ dVnew
-            x32 = x3_here.mT @ dVnew
+            # x32 = x4^T @ dVnew
+            x32 = x4_here.mT @ dVnew
             # dS_prev = (dS + x30) + -x32
             dS_prev = (dS + x30) + (-x32)
             dVnew_all.append(dVnew)
@@ -1525,15 +1528,6 @@ def _backward_torch(
         end_dS = dS
         dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
-    if needs & 14:
-        # BL = beta * k
-        BL = beta[..., :, None] * k
-        # x9 = BL @ k^T
-        x9 = BL @ k.mT
-        # N = mask(x9, strict=True)
-        N = torch.tril(x9, -1)
-        # E = inverse(N)
-        E = _inverse_of(N)
     if needs & 1:
         # x = do @ S^T
         x = do @ S.mT
@@ -1541,8 +1535,8 @@ def _backward_torch(
         # dAqk = do @ Vnew^T
         dAqk = do @ Vnew.mT
     if needs & 2:
-        # x8 = Vnew @ dS^T
-        x8 = Vnew @ dS.mT
+        # x9 = Vnew @ dS^T
+        x9 = Vnew @ dS.mT
     if needs & 14:
         # x12 = E^T @ dVnew
         x12 = E.mT @ dVnew
@@ -1560,31 +1554,31 @@ def _backward_torch(
         # x26 = sum_V(x25)
         x26 = x25.sum(-1)
     if needs & 3:
-        # x6 = mask(dAqk, strict=False)
-        x6 = torch.tril(dAqk, 0)
+        # x7 = mask(dAqk, strict=False)
+        x7 = torch.tril(dAqk, 0)
     if needs & 10:
         # x14 = mask(x13, strict=True)
         x14 = torch.tril(x13, -1)
         # x19 = -x18
         x19 = -x18
     if needs & 1:
-        # x7 = x6 @ k
-        x7 = x6 @ k
-        # dq = (x + x7) * scale
-        dq = (x + x7) * scale
+        # x8 = x7 @ k
+        x8 = x7 @ k
+        # dq = (x + x8) * scale
+        dq = (x + x8) * scale
     if needs & 2:
-        # x15 = x14^T @ BL
-        x15 = x14.mT @ BL
+        # x15 = x14^T @ (beta * k)
+        x15 = x14.mT @ (beta[..., :, None] * k)
     if needs & 10:
         # x20 = x14 @ k
         x20 = x14 @ k
         # dBL = x19 + -x20
         dBL = x19 + (-x20)
     if needs & 2:
-        # x24 = x6^T @ QL
-        x24 = x6.mT @ QL
-        # dk = ((x8 + -x15) + (dBL * beta)) + x24
-        dk = ((x8 + (-x15)) + (dBL * beta[..., :, None])) + x24
+        # x24 = x7^T @ QL
+        x24 = x7.mT @ QL
+        # dk = ((x9 + -x15) + (dBL * beta)) + x24
+        dk = ((x9 + (-x15)) + (dBL * beta[..., :, None])) + x24
     if needs & 8:
         # x28 = sum_K((dBL * k))
         x28 = (dBL * k).sum(-1)

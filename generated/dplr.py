@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 54920978:
+# gated diagonal plus low rank, the master form, program a6fc0e74:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr"]
 
-_NAME = "dplr_54920978"
+_NAME = "dplr_a6fc0e74"
 
 
 def _jit(function: Any) -> Any:
@@ -1366,7 +1366,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = size * C * (keys * BK + values * BV + squares * C)
+            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if registers and torch.version.hip is None:
@@ -1392,6 +1392,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1400,14 +1401,14 @@ def _forward_triton(
     initial = none if initial_state is None else initial_state.contiguous()
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     Abk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     with _on(q):
         _launch(
@@ -1510,6 +1511,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1525,10 +1527,10 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 32 > 0)
     with _on(q):
         if needs & 127:
-            U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x30 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x30 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 5b41b829:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 7c1bdc16:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_5b41b829"
+_NAME = "dplr_absorbed_7c1bdc16"
 
 
 def _jit(function: Any) -> Any:
@@ -1380,7 +1380,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = size * C * (keys * BK + values * BV + squares * C)
+            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if registers and torch.version.hip is None:
@@ -1406,6 +1406,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1414,14 +1415,14 @@ def _forward_triton(
     initial = none if initial_state is None else initial_state.contiguous()
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     Abk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     with _on(q):
         _launch(
@@ -1524,6 +1525,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1539,10 +1541,10 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 32 > 0)
     with _on(q):
         if needs & 127:
-            U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x32 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x32 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)

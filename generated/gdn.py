@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 20da6cd4:
+# Gated DeltaNet, program 3b687d91:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn"]
 
-_NAME = "gdn_20da6cd4"
+_NAME = "gdn_3b687d91"
 
 
 def _jit(function: Any) -> Any:
@@ -294,9 +294,9 @@ def _forward_prepare(
     beta_ptr,
     v_ptr,
     Aqk_out,
-    M1_out,
-    x7_out,
-    x11_out,
+    E_out,
+    x8_out,
+    x12_out,
     QL_out,
     KT_out,
     Gc_out,
@@ -331,18 +331,18 @@ def _forward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x8 = sum[to](g)
-    x8 = _sums_of_numbers(_keep_to(row), g)
-    # x9 = exp(x8)
-    x9 = tl.exp(x8)
-    # x16 = sum[after](g)
-    x16 = _sums_of_numbers(_keep_after(row), g)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
-    # x19 = sum[all](g)
-    x19 = tl.sum(g, 0)
-    # Gc = exp(x19)
-    Gc = tl.exp(x19)
+    # x9 = sum[to](g)
+    x9 = _sums_of_numbers(_keep_to(row), g)
+    # x10 = exp(x9)
+    x10 = tl.exp(x9)
+    # x17 = sum[after](g)
+    x17 = _sums_of_numbers(_keep_after(row), g)
+    # x18 = exp(x17)
+    x18 = tl.exp(x17)
+    # x20 = sum[all](g)
+    x20 = tl.sum(g, 0)
+    # Gc = exp(x20)
+    Gc = tl.exp(x20)
     tl.store(Gc_out + tile, Gc)
     x3 = tl.zeros([C, C, ], tl.float32)
     x5 = tl.zeros([C, C, ], tl.float32)
@@ -357,11 +357,11 @@ def _forward_prepare(
         x3 += _dot(x2, tl.trans(k), DOT, PRECISION)
         # x5 = k @ k^T
         x5 += _dot(k, tl.trans(k), DOT, PRECISION)
-        # QL = x2 * x9
-        QL = x2 * x9[:, None]
+        # QL = x2 * x10
+        QL = x2 * x10[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # KT = k * x17
-        KT = k * x17[:, None]
+        # KT = k * x18
+        KT = k * x18[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
     # x = pair(g, to, strict=False)
     x = _pairs(g, row, False, False)
@@ -373,30 +373,30 @@ def _forward_prepare(
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse((beta[:, None] * (x4 * x5)), row, C, LEVELS, SOLVE)
-    # M1 = E * beta^T
-    M1 = E * beta[None, :]
     if SAVE:
-        _store_rows(M1_out + tile * C * C, M1, row, row, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+    # x7 = E * beta^T
+    x7 = E * beta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x11 = M1 @ (k * x9)
-        x11 = _dot(M1, (k * x9[:, None]), RANGE, PRECISION)
-        _store_rows(x11_out + tile * C * K, x11, row, col_k, K, C, K, K % BK == 0)
+        # x12 = x7 @ (k * x10)
+        x12 = _dot(x7, (k * x10[:, None]), RANGE, PRECISION)
+        _store_rows(x12_out + tile * C * K, x12, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x7 = M1 @ v
-        x7 = _dot(M1, v, DOT, PRECISION)
-        _store_rows(x7_out + tile * C * V, x7, row, col_v, V, C, V, V % BV == 0)
+        # x8 = x7 @ v
+        x8 = _dot(x7, v, DOT, PRECISION)
+        _store_rows(x8_out + tile * C * V, x8, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
-    x11_ptr,
-    x7_ptr,
+    x12_ptr,
+    x8_ptr,
     Aqk_ptr,
     QL_ptr,
     KT_ptr,
@@ -447,28 +447,28 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        x11 = _load_rows(x11_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x12 = x11 @ S
-        x12 = _dot(x11, S, RANGE, PRECISION)
-        x7 = _load_rows(x7_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = x7 + -x12
-        Vnew = x7 + (-x12)
+        x12 = _load_rows(x12_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x13 = x12 @ S
+        x13 = _dot(x12, S, RANGE, PRECISION)
+        x8 = _load_rows(x8_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x8 + -x13
+        Vnew = x8 + (-x13)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-        # x14 = Aqk @ Vnew
-        x14 = _dot(Aqk, Vnew, DOT, PRECISION)
+        # x15 = Aqk @ Vnew
+        x15 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x15 = QL @ S
-        x15 = _dot(QL, S, RANGE, PRECISION)
-        # o = x14 + x15
-        o = x14 + x15
+        # x16 = QL @ S
+        x16 = _dot(QL, S, RANGE, PRECISION)
+        # o = x15 + x16
+        o = x15 + x16
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x18 = KT^T @ Vnew
-        x18 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        # x19 = KT^T @ Vnew
+        x19 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x18 + (S * Gc)
-        S_next = x18 + (S * Gc)
+        # S_next = x19 + (S * Gc)
+        S_next = x19 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -480,17 +480,18 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    M1_ptr,
+    E_ptr,
+    beta_ptr,
     v_ptr,
     k_ptr,
     g_ptr,
     Aqk_ptr,
     do_ptr,
     q_ptr,
-    x5_out,
-    x7_out,
+    x6_out,
+    x8_out,
     KT_out,
-    x22_out,
+    x21_out,
     Gc_out,
     QL_out,
     scale,
@@ -523,30 +524,33 @@ def _backward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x5 = E * beta^T
+    x5 = E * beta[None, :]
     g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x = sum[to](g)
     x = _sums_of_numbers(_keep_to(row), g)
     # x2 = exp(x)
     x2 = tl.exp(x)
-    # x16 = sum[after](g)
-    x16 = _sums_of_numbers(_keep_after(row), g)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
-    # x60 = sum[all](g)
-    x60 = tl.sum(g, 0)
-    # Gc = exp(x60)
-    Gc = tl.exp(x60)
+    # x17 = sum[after](g)
+    x17 = _sums_of_numbers(_keep_after(row), g)
+    # x18 = exp(x17)
+    x18 = tl.exp(x17)
+    # x59 = sum[all](g)
+    x59 = tl.sum(g, 0)
+    # Gc = exp(x59)
+    Gc = tl.exp(x59)
     tl.store(Gc_out + tile, Gc)
-    M1 = _load_rows(M1_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x7 = M1 @ (k * x2)
-        x7 = _dot(M1, (k * x2[:, None]), RANGE, PRECISION)
-        _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
-        # KT = k * x17
-        KT = k * x17[:, None]
+        # x8 = x5 @ (k * x2)
+        x8 = _dot(x5, (k * x2[:, None]), RANGE, PRECISION)
+        _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
+        # KT = k * x18
+        KT = k * x18[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
@@ -557,19 +561,19 @@ def _backward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x5 = M1 @ v
-        x5 = _dot(M1, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
+        # x6 = x5 @ v
+        x6 = _dot(x5, v, DOT, PRECISION)
+        _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x22 = Aqk^T @ do
-        x22 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x22_out + tile * C * V, x22, row, col_v, V, C, V, V % BV == 0)
+        # x21 = Aqk^T @ do
+        x21 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x21_out + tile * C * V, x21, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _backward_scan(
-    x7_ptr,
-    x5_ptr,
+    x8_ptr,
+    x6_ptr,
     KT_ptr,
     Gc_ptr,
     Vnew_out,
@@ -620,19 +624,19 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x8 = x7 @ S
-        x8 = _dot(x7, S, RANGE, PRECISION)
-        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = x5 + -x8
-        Vnew = x5 + (-x8)
+        x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x9 = x8 @ S
+        x9 = _dot(x8, S, RANGE, PRECISION)
+        x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x6 + -x9
+        Vnew = x6 + (-x9)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x71 = KT^T @ Vnew
-        x71 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        # x70 = KT^T @ Vnew
+        x70 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x71 + (S * Gc)
-        S_next = x71 + (S * Gc)
+        # S_next = x70 + (S * Gc)
+        S_next = x70 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -641,11 +645,11 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     KT_ptr,
-    x22_ptr,
+    x21_ptr,
     Gc_ptr,
     QL_ptr,
     do_ptr,
-    x7_ptr,
+    x8_ptr,
     dVnew_out,
     initial_ptr,
     final_out,
@@ -695,22 +699,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x21 = KT @ dS
-        x21 = _dot(KT, dS, RANGE, PRECISION)
-        x22 = _load_rows(x22_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x21 + x22
-        dVnew = x21 + x22
+        # x20 = KT @ dS
+        x20 = _dot(KT, dS, RANGE, PRECISION)
+        x21 = _load_rows(x21_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = x20 + x21
+        dVnew = x20 + x21
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x74 = QL^T @ do
-        x74 = _dot(tl.trans(QL), do, RANGE, PRECISION)
-        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x76 = x7^T @ dVnew
-        x76 = _dot(tl.trans(x7), dVnew, RANGE, PRECISION)
+        # x73 = QL^T @ do
+        x73 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x75 = x8^T @ dVnew
+        x75 = _dot(tl.trans(x8), dVnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x74) + -x76
-        dS_prev = ((dS * Gc) + x74) + (-x76)
+        # dS_prev = ((dS * Gc) + x73) + -x75
+        dS_prev = ((dS * Gc) + x73) + (-x75)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -722,19 +726,19 @@ def _backward_finish(
     S_ptr,
     Vnew_ptr,
     dS_ptr,
-    k_ptr,
+    E_ptr,
+    dVnew_ptr,
     g_ptr,
     beta_ptr,
-    dVnew_ptr,
     v_ptr,
     dQL_out,
     dAqk_out,
     dKT_out,
-    x24_out,
-    x28_out,
+    x23_out,
+    x27_out,
     dv_out,
-    x59_out,
-    x68_out,
+    x58_out,
+    x67_out,
     scale,
     T,
     NT,
@@ -767,22 +771,15 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x19 = k @ k^T
-    x19 = _dot(k, tl.trans(k), DOT, PRECISION)
-    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # x4 = pair(g, to, strict=True)
-    x4 = _pairs(g, row, False, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # E = inverse((beta * (x4 * x19)))
-    E = _inverse((beta[:, None] * (x4 * x19)), row, C, LEVELS, SOLVE)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    x24 = tl.zeros([C, BK, ], tl.float32)
-    x27 = tl.zeros([C, C, ], tl.float32)
-    x59 = tl.zeros([BK, ], tl.float32)
-    x68 = tl.zeros([C, ], tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    x23 = tl.zeros([C, BK, ], tl.float32)
+    x26 = tl.zeros([C, C, ], tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    x58 = tl.zeros([BK, ], tl.float32)
+    x67 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -797,34 +794,37 @@ def _backward_finish(
         # dKT = Vnew @ dS^T
         dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x23 = E^T @ dVnew
-        x23 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
-        # x24 = x23 @ S^T
-        x24 += _dot(x23, tl.trans(S), RANGE, PRECISION)
-        # x27 = x23 @ Vnew^T
-        x27 += _dot(x23, tl.trans(Vnew), DOT, PRECISION)
-        # dv = x23 * beta
-        dv = x23 * beta[:, None]
+        # x22 = E^T @ dVnew
+        x22 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        # x23 = x22 @ S^T
+        x23 += _dot(x22, tl.trans(S), RANGE, PRECISION)
+        # x26 = x22 @ Vnew^T
+        x26 += _dot(x22, tl.trans(Vnew), DOT, PRECISION)
+        # dv = x22 * beta
+        dv = x22 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x58 = dS * S
-        x58 = dS * S
-        # x59 = sum_V(x58)
-        x59 += tl.sum(x58, 1)
+        # x57 = dS * S
+        x57 = dS * S
+        # x58 = sum_V(x57)
+        x58 += tl.sum(x57, 1)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x67 = x23 * v
-        x67 = x23 * v
-        # x68 = sum_V(x67)
-        x68 += tl.sum(x67, 1)
+        # x66 = x22 * v
+        x66 = x22 * v
+        # x67 = sum_V(x66)
+        x67 += tl.sum(x66, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x24_out + tile * C * K, x24, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x59_out + tile * K + col_k, x59, mask=col_k < K)
-    tl.store(x68_out + tile * C + row, x68, mask=row < C)
-    # x28 = x4 * x27
-    x28 = x4 * x27
-    _store_rows(x28_out + tile * C * C, x28, row, row, C, C, C, True)
+    _store_rows(x23_out + tile * C * K, x23, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x58_out + tile * K + col_k, x58, mask=col_k < K)
+    tl.store(x67_out + tile * C + row, x67, mask=row < C)
+    g = tl.load(g_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x4 = pair(g, to, strict=True)
+    x4 = _pairs(g, row, False, True)
+    # x27 = x4 * x26
+    x27 = x4 * x26
+    _store_rows(x27_out + tile * C * C, x27, row, row, C, C, C, True)
 
 
 @_jit
@@ -834,13 +834,13 @@ def _backward_finish_1(
     dAqk_ptr,
     k_ptr,
     dKT_ptr,
-    x24_ptr,
-    x28_ptr,
+    x23_ptr,
+    x27_ptr,
     beta_ptr,
     q_ptr,
-    x59_ptr,
+    x58_ptr,
     Gc_ptr,
-    x68_ptr,
+    x67_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -883,76 +883,76 @@ def _backward_finish_1(
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
-    # x10 = x4 * dAqk
-    x10 = x4 * dAqk
-    # x12 = diagonal(dAqk)
-    x12 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    # x16 = sum[after](g)
-    x16 = _sums_of_numbers(_keep_after(row), g)
-    # x17 = exp(x16)
-    x17 = tl.exp(x16)
-    x28 = _load_rows(x28_ptr + tile * C * C, row, row, C, C, C, True)
+    # x11 = x4 * dAqk
+    x11 = x4 * dAqk
+    # x13 = diagonal(dAqk)
+    x13 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x17 = sum[after](g)
+    x17 = _sums_of_numbers(_keep_after(row), g)
+    # x18 = exp(x17)
+    x18 = tl.exp(x17)
+    x27 = _load_rows(x27_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x46 = tl.zeros([C, ], tl.float32)
-    x54 = tl.zeros([C, ], tl.float32)
+    x45 = tl.zeros([C, ], tl.float32)
+    x53 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
-    x64 = tl.zeros([C, ], tl.float32)
-    x70 = tl.zeros([C, ], tl.float32)
+    x63 = tl.zeros([C, ], tl.float32)
+    x69 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x11 = x10 @ k
-        x11 = _dot(x10, k, DOT, PRECISION)
+        # x12 = x11 @ k
+        x12 = _dot(x11, k, DOT, PRECISION)
         dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
-        dq = ((dQL * x2[:, None]) + (x11 + (x12[:, None] * k))) * scale
+        # dq = ((dQL * x2) + (x12 + (x13 * k))) * scale
+        dq = ((dQL * x2[:, None]) + (x12 + (x13[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x29 = x28 @ k
-        x29 = _dot(x28, k, DOT, PRECISION)
-        x24 = _load_rows(x24_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x31 = -(x24 * x2) + -x29
-        x31 = (-(x24 * x2[:, None])) + (-x29)
+        # x28 = x27 @ k
+        x28 = _dot(x27, k, DOT, PRECISION)
+        x23 = _load_rows(x23_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x30 = -(x23 * x2) + -x28
+        x30 = (-(x23 * x2[:, None])) + (-x28)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x34 = scale * q
-        x34 = scale * q
-        # x37 = x10^T @ x34
-        x37 = _dot(tl.trans(x10), x34, DOT, PRECISION)
-        # x38 = beta * k
-        x38 = beta[:, None] * k
-        # x39 = x28^T @ x38
-        x39 = _dot(tl.trans(x28), x38, DOT, PRECISION)
-        # x41 = x37 + -x39
-        x41 = x37 + (-x39)
+        # x33 = scale * q
+        x33 = scale * q
+        # x36 = x11^T @ x33
+        x36 = _dot(tl.trans(x11), x33, DOT, PRECISION)
+        # x37 = beta * k
+        x37 = beta[:, None] * k
+        # x38 = x27^T @ x37
+        x38 = _dot(tl.trans(x27), x37, DOT, PRECISION)
+        # x40 = x36 + -x38
+        x40 = x36 + (-x38)
         dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = (((dKT * x17) + (x31 * beta)) + (x12 * x34)) + x41
-        dk = (((dKT * x17[:, None]) + (x31 * beta[:, None])) + (x12[:, None] * x34)) + x41
+        # dk = (((dKT * x18) + (x30 * beta)) + (x13 * x33)) + x40
+        dk = (((dKT * x18[:, None]) + (x30 * beta[:, None])) + (x13[:, None] * x33)) + x40
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x46 = sum_K(((dQL * x34) + -(x24 * x38)))
-        x46 += tl.sum(((dQL * x34) + (-(x24 * x38))), 1)
-        # x54 = sum_K((((x38 * x29) + (k * x41)) + -(x34 * x11)))
-        x54 += tl.sum((((x38 * x29) + (k * x41)) + (-(x34 * x11))), 1)
-        x59 = tl.load(x59_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x59)
-        dGc += tl.sum(x59, 0)
-        # x64 = sum_K((dKT * k))
-        x64 += tl.sum((dKT * k), 1)
-        # x70 = sum_K((x31 * k))
-        x70 += tl.sum((x31 * k), 1)
-    # x57 = sum[from](((x46 * x2) + -x54))
-    x57 = _sums_of_numbers(_keep_from(row), ((x46 * x2) + (-x54)))
-    # x66 = sum[before]((x64 * x17))
-    x66 = _sums_of_numbers(_keep_before(row), (x64 * x17))
+        # x45 = sum_K(((dQL * x33) + -(x23 * x37)))
+        x45 += tl.sum(((dQL * x33) + (-(x23 * x37))), 1)
+        # x53 = sum_K((((x37 * x28) + (k * x40)) + -(x33 * x12)))
+        x53 += tl.sum((((x37 * x28) + (k * x40)) + (-(x33 * x12))), 1)
+        x58 = tl.load(x58_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x58)
+        dGc += tl.sum(x58, 0)
+        # x63 = sum_K((dKT * k))
+        x63 += tl.sum((dKT * k), 1)
+        # x69 = sum_K((x30 * k))
+        x69 += tl.sum((x30 * k), 1)
+    # x56 = sum[from](((x45 * x2) + -x53))
+    x56 = _sums_of_numbers(_keep_from(row), ((x45 * x2) + (-x53)))
+    # x65 = sum[before]((x63 * x18))
+    x65 = _sums_of_numbers(_keep_before(row), (x63 * x18))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x57 + (dGc * Gc)) + x66
-    dg = (x57 + (dGc * Gc)) + x66
+    # dg = (x56 + (dGc * Gc)) + x65
+    dg = (x56 + (dGc * Gc)) + x65
     if NEED & 8:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    x68 = tl.load(x68_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x68 + x70
-    dbeta = x68 + x70
+    x67 = tl.load(x67_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x67 + x69
+    dbeta = x67 + x69
     if NEED & 16:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -1078,7 +1078,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = size * C * (keys * BK + values * BV + squares * C)
+            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if registers and torch.version.hip is None:
@@ -1103,6 +1103,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1110,9 +1111,9 @@ def _forward_triton(
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-    M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x7 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    x11 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x8 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+    x12 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
@@ -1126,9 +1127,9 @@ def _forward_triton(
             beta,
             v,
             Aqk,
-            M1,
-            x7,
-            x11,
+            E,
+            x8,
+            x12,
             QL,
             KT,
             Gc,
@@ -1145,8 +1146,8 @@ def _forward_triton(
         _launch(
             _forward_scan,
             B * HV * -(-V // own["forward.scan"]["BV"]),
-            x11,
-            x7,
+            x12,
+            x8,
             Aqk,
             QL,
             KT,
@@ -1166,7 +1167,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1179,7 +1180,7 @@ def _backward_triton(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqk: Tensor,
-    M1: Tensor,
+    E: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1189,6 +1190,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1203,26 +1205,27 @@ def _backward_triton(
     dbeta = _gradient(beta, HV, needs & 16 > 0)
     with _on(q):
         if needs & 63:
-            x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            x6 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+            x8 = q.new_empty((B, NT, HV, C, K), dtype=wide)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x22 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x21 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                M1,
+                E,
+                beta,
                 v,
                 k,
                 g,
                 Aqk,
                 do,
                 q,
-                x5,
-                x7,
+                x6,
+                x8,
                 KT,
-                x22,
+                x21,
                 Gc,
                 QL,
                 scale,
@@ -1241,8 +1244,8 @@ def _backward_triton(
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
-                x7,
-                x5,
+                x8,
+                x6,
                 KT,
                 Gc,
                 Vnew,
@@ -1268,11 +1271,11 @@ def _backward_triton(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 KT,
-                x22,
+                x21,
                 Gc,
                 QL,
                 do,
-                x7,
+                x8,
                 dVnew,
                 last,
                 dh0,
@@ -1293,10 +1296,10 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x28 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x59 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x68 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x23 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x27 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x58 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x67 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1304,19 +1307,19 @@ def _backward_triton(
                 kept_S,
                 Vnew,
                 kept_dS,
-                k,
+                E,
+                dVnew,
                 g,
                 beta,
-                dVnew,
                 v,
                 dQL,
                 dAqk,
                 dKT,
-                x24,
-                x28,
+                x23,
+                x27,
                 dv,
-                x59,
-                x68,
+                x58,
+                x67,
                 scale,
                 T,
                 NT,
@@ -1336,13 +1339,13 @@ def _backward_triton(
                 dAqk,
                 k,
                 dKT,
-                x24,
-                x28,
+                x23,
+                x27,
                 beta,
                 q,
-                x59,
+                x58,
                 Gc,
-                x68,
+                x67,
                 dq,
                 dk,
                 dg,
@@ -1517,26 +1520,26 @@ def _forward_torch(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g, beta,))
-    # x8 = sum[to](g)
-    x8 = _run(g[..., None], 'to')[..., 0]
-    # x9 = exp(x8)
-    x9 = torch.exp(x8)
-    # x16 = sum[after](g)
-    x16 = _run(g[..., None], 'after')[..., 0]
-    # x19 = sum[all](g)
-    x19 = g.sum(-1)
-    # Gc = exp(x19)
-    Gc = torch.exp(x19)
+    # x9 = sum[to](g)
+    x9 = _run(g[..., None], 'to')[..., 0]
+    # x10 = exp(x9)
+    x10 = torch.exp(x9)
+    # x17 = sum[after](g)
+    x17 = _run(g[..., None], 'after')[..., 0]
+    # x20 = sum[all](g)
+    x20 = g.sum(-1)
+    # Gc = exp(x20)
+    Gc = torch.exp(x20)
     # x2 = scale * q
     x2 = scale * q
     # x3 = x2 @ k^T
     x3 = x2 @ k.mT
     # x5 = k @ k^T
     x5 = k @ k.mT
-    # QL = x2 * x9
-    QL = x2 * x9[..., :, None]
-    # KT = k * exp(x16)
-    KT = k * torch.exp(x16)[..., :, None]
+    # QL = x2 * x10
+    QL = x2 * x10[..., :, None]
+    # KT = k * exp(x17)
+    KT = k * torch.exp(x17)[..., :, None]
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
     # Aqk = x * x3
@@ -1545,41 +1548,41 @@ def _forward_torch(
     x4 = _pairs_of(g, False, True)
     # E = inverse((beta * (x4 * x5)))
     E = _inverse_of((beta[..., :, None] * (x4 * x5)))
-    # M1 = E * beta^T
-    M1 = E * beta[..., None, :]
-    # x11 = M1 @ (k * x9)
-    x11 = M1 @ (k * x9[..., :, None])
-    # x7 = M1 @ v
-    x7 = M1 @ v
+    # x7 = E * beta^T
+    x7 = E * beta[..., None, :]
+    # x12 = x7 @ (k * x10)
+    x12 = x7 @ (k * x10[..., :, None])
+    # x8 = x7 @ v
+    x8 = x7 @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
-        x11_here = x11[:, chunk]
-        x7_here = x7[:, chunk]
+        x12_here = x12[:, chunk]
+        x8_here = x8[:, chunk]
         Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
         KT_here = KT[:, chunk]
         Gc_here = Gc[:, chunk]
-        # x12 = x11 @ S
-        x12 = x11_here @ S
-        # Vnew = x7 + -x12
-        Vnew = x7_here + (-x12)
-        # x14 = Aqk @ Vnew
-        x14 = Aqk_here @ Vnew
-        # x15 = QL @ S
-        x15 = QL_here @ S
-        # o = x14 + x15
-        o = x14 + x15
-        # x18 = KT^T @ Vnew
-        x18 = KT_here.mT @ Vnew
-        # S_next = x18 + (S * Gc)
-        S_next = x18 + (S * Gc_here[..., None, None])
+        # x13 = x12 @ S
+        x13 = x12_here @ S
+        # Vnew = x8 + -x13
+        Vnew = x8_here + (-x13)
+        # x15 = Aqk @ Vnew
+        x15 = Aqk_here @ Vnew
+        # x16 = QL @ S
+        x16 = QL_here @ S
+        # o = x15 + x16
+        o = x15 + x16
+        # x19 = KT^T @ Vnew
+        x19 = KT_here.mT @ Vnew
+        # S_next = x19 + (S * Gc)
+        S_next = x19 + (S * Gc_here[..., None, None])
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1592,7 +1595,7 @@ def _backward_torch(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqk: Tensor,
-    M1: Tensor,
+    E: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1609,51 +1612,53 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in given)
+    # x5 = E * beta^T
+    x5 = E * beta[..., None, :]
     # x = sum[to](g)
     x = _run(g[..., None], 'to')[..., 0]
     # x2 = exp(x)
     x2 = torch.exp(x)
-    # x16 = sum[after](g)
-    x16 = _run(g[..., None], 'after')[..., 0]
-    # x17 = exp(x16)
-    x17 = torch.exp(x16)
-    # x60 = sum[all](g)
-    x60 = g.sum(-1)
-    # Gc = exp(x60)
-    Gc = torch.exp(x60)
-    # x7 = M1 @ (k * x2)
-    x7 = M1 @ (k * x2[..., :, None])
-    # KT = k * x17
-    KT = k * x17[..., :, None]
+    # x17 = sum[after](g)
+    x17 = _run(g[..., None], 'after')[..., 0]
+    # x18 = exp(x17)
+    x18 = torch.exp(x17)
+    # x59 = sum[all](g)
+    x59 = g.sum(-1)
+    # Gc = exp(x59)
+    Gc = torch.exp(x59)
+    # x8 = x5 @ (k * x2)
+    x8 = x5 @ (k * x2[..., :, None])
+    # KT = k * x18
+    KT = k * x18[..., :, None]
     if needs & 62:
-        # x34 = scale * q
-        x34 = scale * q
-        # QL = x34 * x2
-        QL = x34 * x2[..., :, None]
+        # x33 = scale * q
+        x33 = scale * q
+        # QL = x33 * x2
+        QL = x33 * x2[..., :, None]
     if needs & 27:
-        # x5 = M1 @ v
-        x5 = M1 @ v
+        # x6 = x5 @ v
+        x6 = x5 @ v
     if needs & 62:
-        # x22 = Aqk^T @ do
-        x22 = Aqk.mT @ do
+        # x21 = Aqk^T @ do
+        x21 = Aqk.mT @ do
     if needs & 27:
         S = state
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
-            x7_here = x7[:, chunk]
-            x5_here = x5[:, chunk]
+            x8_here = x8[:, chunk]
+            x6_here = x6[:, chunk]
             KT_here = KT[:, chunk]
             Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
-            # x8 = x7 @ S
-            x8 = x7_here @ S
-            # Vnew = x5 + -x8
-            Vnew = x5_here + (-x8)
-            # x71 = KT^T @ Vnew
-            x71 = KT_here.mT @ Vnew
-            # S_next = x71 + (S * Gc)
-            S_next = x71 + (S * Gc_here[..., None, None])
+            # x9 = x8 @ S
+            x9 = x8_here @ S
+            # Vnew = x6 + -x9
+            Vnew = x6_here + (-x9)
+            # x70 = KT^T @ Vnew
+            x70 = KT_here.mT @ Vnew
+            # S_next = x70 + (S * Gc)
+            S_next = x70 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -1665,36 +1670,27 @@ def _backward_torch(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             KT_here = KT[:, chunk]
-            x22_here = x22[:, chunk]
+            x21_here = x21[:, chunk]
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
-            x7_here = x7[:, chunk]
+            x8_here = x8[:, chunk]
             kept_dS_all.append(dS)
-            # x21 = KT @ dS
-            x21 = KT_here @ dS
-            # dVnew = x21 + x22
-            dVnew = x21 + x22_here
-            # x74 = QL^T @ do
-            x74 = QL_here.mT @ do_here
-            # x76 = x7^T @ dVnew
-            x76 = x7_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x74) + -x76
-            dS_prev = ((dS * Gc_here[..., None, None]) + x74) + (-x76)
+            # x20 = KT @ dS
+            x20 = KT_here @ dS
+            # dVnew = x20 + x21
+            dVnew = x20 + x21_here
+            # x73 = QL^T @ do
+            x73 = QL_here.mT @ do_here
+            # x75 = x8^T @ dVnew
+            x75 = x8_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x73) + -x75
+            dS_prev = ((dS * Gc_here[..., None, None]) + x73) + (-x75)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
         dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
-    if needs & 30:
-        # x19 = k @ k^T
-        x19 = k @ k.mT
-    if needs & 31:
-        # x4 = pair(g, to, strict=True)
-        x4 = _pairs_of(g, False, True)
-    if needs & 30:
-        # E = inverse((beta * (x4 * x19)))
-        E = _inverse_of((beta[..., :, None] * (x4 * x19)))
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1705,81 +1701,84 @@ def _backward_torch(
         # dKT = Vnew @ dS^T
         dKT = Vnew @ dS.mT
     if needs & 30:
-        # x23 = E^T @ dVnew
-        x23 = E.mT @ dVnew
+        # x22 = E^T @ dVnew
+        x22 = E.mT @ dVnew
     if needs & 26:
-        # x24 = x23 @ S^T
-        x24 = x23 @ S.mT
-        # x27 = x23 @ Vnew^T
-        x27 = x23 @ Vnew.mT
+        # x23 = x22 @ S^T
+        x23 = x22 @ S.mT
+        # x26 = x22 @ Vnew^T
+        x26 = x22 @ Vnew.mT
     if needs & 4:
-        # dv = x23 * beta
-        dv = x23 * beta[..., :, None]
+        # dv = x22 * beta
+        dv = x22 * beta[..., :, None]
     if needs & 8:
-        # x58 = dS * S
-        x58 = dS * S
-        # x59 = sum_V(x58)
-        x59 = x58.sum(-1)
+        # x57 = dS * S
+        x57 = dS * S
+        # x58 = sum_V(x57)
+        x58 = x57.sum(-1)
     if needs & 16:
-        # x67 = x23 * v
-        x67 = x23 * v
-        # x68 = sum_V(x67)
-        x68 = x67.sum(-1)
+        # x66 = x22 * v
+        x66 = x22 * v
+        # x67 = sum_V(x66)
+        x67 = x66.sum(-1)
+    if needs & 27:
+        # x4 = pair(g, to, strict=True)
+        x4 = _pairs_of(g, False, True)
     if needs & 26:
-        # x28 = x4 * x27
-        x28 = x4 * x27
+        # x27 = x4 * x26
+        x27 = x4 * x26
     if needs & 11:
-        # x10 = x4 * dAqk
-        x10 = x4 * dAqk
+        # x11 = x4 * dAqk
+        x11 = x4 * dAqk
     if needs & 3:
-        # x12 = diagonal(dAqk)
-        x12 = dAqk.diagonal(dim1=-2, dim2=-1)
+        # x13 = diagonal(dAqk)
+        x13 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
-        # x11 = x10 @ k
-        x11 = x10 @ k
+        # x12 = x11 @ k
+        x12 = x11 @ k
     if needs & 1:
-        # dq = ((dQL * x2) + (x11 + (x12 * k))) * scale
-        dq = ((dQL * x2[..., :, None]) + (x11 + (x12[..., :, None] * k))) * scale
+        # dq = ((dQL * x2) + (x12 + (x13 * k))) * scale
+        dq = ((dQL * x2[..., :, None]) + (x12 + (x13[..., :, None] * k))) * scale
     if needs & 26:
-        # x29 = x28 @ k
-        x29 = x28 @ k
+        # x28 = x27 @ k
+        x28 = x27 @ k
     if needs & 18:
-        # x31 = -(x24 * x2) + -x29
-        x31 = (-(x24 * x2[..., :, None])) + (-x29)
+        # x30 = -(x23 * x2) + -x28
+        x30 = (-(x23 * x2[..., :, None])) + (-x28)
     if needs & 10:
-        # x37 = x10^T @ x34
-        x37 = x10.mT @ x34
-        # x38 = beta * k
-        x38 = beta[..., :, None] * k
-        # x39 = x28^T @ x38
-        x39 = x28.mT @ x38
-        # x41 = x37 + -x39
-        x41 = x37 + (-x39)
+        # x36 = x11^T @ x33
+        x36 = x11.mT @ x33
+        # x37 = beta * k
+        x37 = beta[..., :, None] * k
+        # x38 = x27^T @ x37
+        x38 = x27.mT @ x37
+        # x40 = x36 + -x38
+        x40 = x36 + (-x38)
     if needs & 2:
-        # dk = (((dKT * x17) + (x31 * beta)) + (x12 * x34)) + x41
-        dk = (((dKT * x17[..., :, None]) + (x31 * beta[..., :, None])) + (x12[..., :, None] * x34)) + x41
+        # dk = (((dKT * x18) + (x30 * beta)) + (x13 * x33)) + x40
+        dk = (((dKT * x18[..., :, None]) + (x30 * beta[..., :, None])) + (x13[..., :, None] * x33)) + x40
     if needs & 8:
-        # x46 = sum_K(((dQL * x34) + -(x24 * x38)))
-        x46 = ((dQL * x34) + (-(x24 * x38))).sum(-1)
-        # x54 = sum_K((((x38 * x29) + (k * x41)) + -(x34 * x11)))
-        x54 = (((x38 * x29) + (k * x41)) + (-(x34 * x11))).sum(-1)
-        # dGc = sum_K(x59)
-        dGc = x59.sum(-1)
-        # x64 = sum_K((dKT * k))
-        x64 = (dKT * k).sum(-1)
+        # x45 = sum_K(((dQL * x33) + -(x23 * x37)))
+        x45 = ((dQL * x33) + (-(x23 * x37))).sum(-1)
+        # x53 = sum_K((((x37 * x28) + (k * x40)) + -(x33 * x12)))
+        x53 = (((x37 * x28) + (k * x40)) + (-(x33 * x12))).sum(-1)
+        # dGc = sum_K(x58)
+        dGc = x58.sum(-1)
+        # x63 = sum_K((dKT * k))
+        x63 = (dKT * k).sum(-1)
     if needs & 16:
-        # x70 = sum_K((x31 * k))
-        x70 = (x31 * k).sum(-1)
+        # x69 = sum_K((x30 * k))
+        x69 = (x30 * k).sum(-1)
     if needs & 8:
-        # x57 = sum[from](((x46 * x2) + -x54))
-        x57 = _run(((x46 * x2) + (-x54))[..., None], 'from')[..., 0]
-        # x66 = sum[before]((x64 * x17))
-        x66 = _run((x64 * x17)[..., None], 'before')[..., 0]
-        # dg = (x57 + (dGc * Gc)) + x66
-        dg = (x57 + (dGc * Gc)[..., None]) + x66
+        # x56 = sum[from](((x45 * x2) + -x53))
+        x56 = _run(((x45 * x2) + (-x53))[..., None], 'from')[..., 0]
+        # x65 = sum[before]((x63 * x18))
+        x65 = _run((x63 * x18)[..., None], 'before')[..., 0]
+        # dg = (x56 + (dGc * Gc)) + x65
+        dg = (x56 + (dGc * Gc)[..., None]) + x65
     if needs & 16:
-        # dbeta = x68 + x70
-        dbeta = x68 + x70
+        # dbeta = x67 + x69
+        dbeta = x67 + x69
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program a560a266:
+# Gated DeltaNet 2: erase and write gates a channel, program dae91370:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2"]
 
-_NAME = "gdn2_a560a266"
+_NAME = "gdn2_dae91370"
 
 
 def _jit(function: Any) -> Any:
@@ -1219,7 +1219,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = size * C * (keys * BK + values * BV + squares * C)
+            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if registers and torch.version.hip is None:
@@ -1245,6 +1245,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (e, w, g, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1252,7 +1253,7 @@ def _forward_triton(
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -1348,6 +1349,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (e, w, g, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1363,10 +1365,10 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 32 > 0)
     with _on(q):
         if needs & 127:
-            U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x17 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x17 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(

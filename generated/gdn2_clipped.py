@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program e279792d:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 6b7a7c5d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_e279792d"
+_NAME = "gdn2_clipped_6b7a7c5d"
 
 
 def _jit(function: Any) -> Any:
@@ -300,8 +300,7 @@ def _forward_prepare(
     E_out,
     Abk_out,
     U_out,
-    M4_out,
-    x37_out,
+    x38_out,
     Gc_out,
     KT_out,
     AT_out,
@@ -448,20 +447,20 @@ def _forward_prepare(
             right_2 = (k * decay_right).to(DOT)
             x33 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
             x34 += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
-        # x42 = sum[all](x26)
-        x42 = tl.sum(x26, 0)
-        # Gc = exp(x42)
-        Gc = tl.exp(x42)
+        # x43 = sum[all](x26)
+        x43 = tl.sum(x26, 0)
+        # Gc = exp(x43)
+        Gc = tl.exp(x43)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x44 = sum[after](x26)
-        x44 = _sums(_keep_after(row), x26, FLOAT_PARTS)
-        # x45 = exp(x44)
-        x45 = tl.exp(x44)
-        # KT = k * x45
-        KT = k * x45
+        # x45 = sum[after](x26)
+        x45 = _sums(_keep_after(row), x26, FLOAT_PARTS)
+        # x46 = exp(x45)
+        x46 = tl.exp(x45)
+        # KT = k * x46
+        KT = k * x46
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # AT = j * x45
-        AT = j * x45
+        # AT = j * x46
+        AT = j * x46
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     # E = inverse((eta * x33))
     E = _inverse((eta[:, None] * x33), row, C, LEVELS, SOLVE)
@@ -471,10 +470,8 @@ def _forward_prepare(
     Abk = eta[:, None] * x34
     if SAVE:
         _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
-    # M4 = E * eta^T
-    M4 = E * eta[None, :]
-    if SAVE:
-        _store_rows(M4_out + tile * C * C, M4, row, row, C, C, C, True)
+    # x36 = E * eta^T
+    x36 = E * eta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -493,9 +490,9 @@ def _forward_prepare(
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         # x27 = sum[to](min(g, x25))
         x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), FLOAT_PARTS)
-        # x37 = M4 @ (k * exp(x27))
-        x37 = _dot(M4, (k * tl.exp(x27)), RANGE, PRECISION)
-        _store_rows(x37_out + tile * C * K, x37, row, col_k, K, C, K, K % BK == 0)
+        # x38 = x36 @ (k * exp(x27))
+        x38 = _dot(x36, (k * tl.exp(x27)), RANGE, PRECISION)
+        _store_rows(x38_out + tile * C * K, x38, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -683,7 +680,7 @@ def _forward_prepare_1(
 def _forward_scan(
     QL_ptr,
     x31_ptr,
-    x37_ptr,
+    x38_ptr,
     U_ptr,
     Aqa_ptr,
     Gc_ptr,
@@ -739,30 +736,30 @@ def _forward_scan(
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x29 = QL @ S
         x29 = _dot(QL, S, RANGE, PRECISION)
-        x37 = _load_rows(x37_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x38 = x37 @ S
-        x38 = _dot(x37, S, RANGE, PRECISION)
+        x38 = _load_rows(x38_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x39 = x38 @ S
+        x39 = _dot(x38, S, RANGE, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x39 = U + x38
-        x39 = U + x38
+        # x40 = U + x39
+        x40 = U + x39
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x40 = Aqa @ x39
-        x40 = _dot(Aqa, x39, DOT, PRECISION)
+        # x41 = Aqa @ x40
+        x41 = _dot(Aqa, x40, DOT, PRECISION)
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # o = (x29 + x31) + -x40
-        o = (x29 + x31) + (-x40)
+        # o = (x29 + x31) + -x41
+        o = (x29 + x31) + (-x41)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x46 = KT^T @ x30
-        x46 = _dot(tl.trans(KT), x30, DOT, PRECISION)
+        # x47 = KT^T @ x30
+        x47 = _dot(tl.trans(KT), x30, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x48 = AT^T @ x39
-        x48 = _dot(tl.trans(AT), x39, DOT, PRECISION)
+        # x49 = AT^T @ x40
+        x49 = _dot(tl.trans(AT), x40, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x46) + -x48
-        S_next = ((S * Gc[:, None]) + x46) + (-x48)
+        # S_next = ((S * Gc) + x47) + -x49
+        S_next = ((S * Gc[:, None]) + x47) + (-x49)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -778,7 +775,6 @@ def _backward_prepare(
     v_ptr,
     Abk_ptr,
     E_ptr,
-    M4_ptr,
     k_ptr,
     g_ptr,
     j_ptr,
@@ -787,9 +783,9 @@ def _backward_prepare(
     q_ptr,
     x_out,
     U_out,
-    x31_out,
+    x32_out,
     AT_out,
-    x57_out,
+    x58_out,
     Gc_out,
     KT_out,
     QL_out,
@@ -824,19 +820,19 @@ def _backward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    x5 = tl.zeros([C, ], tl.float32)
-    x8 = tl.zeros([C, ], tl.float32)
+    x6 = tl.zeros([C, ], tl.float32)
+    x9 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x3 = eta * k
-        x3 = eta[:, None] * k
-        # x5 = sum_K((x3 * x3))
-        x5 += tl.sum((x3 * x3), 1)
+        # x4 = eta * k
+        x4 = eta[:, None] * k
+        # x6 = sum_K((x4 * x4))
+        x6 += tl.sum((x4 * x4), 1)
         j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x8 = sum_K((j * j))
-        x8 += tl.sum((j * j), 1)
+        # x9 = sum_K((j * j))
+        x9 += tl.sum((j * j), 1)
     Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
@@ -853,93 +849,94 @@ def _backward_prepare(
         U = _dot(E, x2, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x56 = Aqa^T @ do
-        x56 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
-        # x57 = -x56
-        x57 = -x56
-        _store_rows(x57_out + tile * C * V, x57, row, col_v, V, C, V, V % BV == 0)
-    # x6 = sqrt(x5)
-    x6 = tl.sqrt(x5)
-    # x9 = sqrt(x8)
-    x9 = tl.sqrt(x8)
-    x19 = tl.zeros([C, ], tl.float32)
+        # x57 = Aqa^T @ do
+        x57 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
+        # x58 = -x57
+        x58 = -x57
+        _store_rows(x58_out + tile * C * V, x58, row, col_v, V, C, V, V % BV == 0)
+    # x7 = sqrt(x6)
+    x7 = tl.sqrt(x6)
+    # x10 = sqrt(x9)
+    x10 = tl.sqrt(x9)
+    x20 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x3 = eta * k
-        x3 = eta[:, None] * k
-        # x4 = x3 * x3
-        x4 = x3 * x3
+        # x4 = eta * k
+        x4 = eta[:, None] * k
+        # x5 = x4 * x4
+        x5 = x4 * x4
         j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x7 = j * j
-        x7 = j * j
-        # x17 = (x3 /0 x6) + -(j /0 x9)
-        x17 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None])) + (-tl.where(x9[:, None] == 0, 0.0, j / tl.where(x9[:, None] == 0, 1.0, x9[:, None])))
-        # x19 = sum_K((x17 * x17))
-        x19 += tl.sum((x17 * x17), 1)
-    # x10 = x6 * x9
-    x10 = x6 * x9
-    # x11 = x10 + -2.0
-    x11 = x10 + -2.0
-    # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
-    x26 = -tl.log((0.5 * (x10 + tl.sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
-    M4 = _load_rows(M4_ptr + tile * C * C, row, row, C, C, C, True)
+        # x8 = j * j
+        x8 = j * j
+        # x18 = (x4 /0 x7) + -(j /0 x10)
+        x18 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None])) + (-tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None])))
+        # x20 = sum_K((x18 * x18))
+        x20 += tl.sum((x18 * x18), 1)
+    # x3 = E * eta^T
+    x3 = E * eta[None, :]
+    # x11 = x7 * x10
+    x11 = x7 * x10
+    # x12 = x11 + -2.0
+    x12 = x11 + -2.0
+    # x27 = -log((0.5 * (x11 + sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
+    x27 = -tl.log((0.5 * (x11 + tl.sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x3 = eta * k
-        x3 = eta[:, None] * k
-        # x4 = x3 * x3
-        x4 = x3 * x3
+        # x4 = eta * k
+        x4 = eta[:, None] * k
+        # x5 = x4 * x4
+        x5 = x4 * x4
         j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x7 = j * j
-        x7 = j * j
-        # x17 = (x3 /0 x6) + -(j /0 x9)
-        x17 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None])) + (-tl.where(x9[:, None] == 0, 0.0, j / tl.where(x9[:, None] == 0, 1.0, x9[:, None])))
-        # x18 = x17 * x17
-        x18 = x17 * x17
+        # x8 = j * j
+        x8 = j * j
+        # x18 = (x4 /0 x7) + -(j /0 x10)
+        x18 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None])) + (-tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None])))
+        # x19 = x18 * x18
+        x19 = x18 * x18
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x27 = min(g, x26)
-        x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
-        # x28 = sum[to](x27)
-        x28 = _sums(_keep_to(row), x27, FLOAT_PARTS)
-        # x29 = exp(x28)
-        x29 = tl.exp(x28)
-        # x31 = M4 @ (k * x29)
-        x31 = _dot(M4, (k * x29), RANGE, PRECISION)
-        _store_rows(x31_out + tile * C * K, x31, row, col_k, K, C, K, K % BK == 0)
-        # x47 = sum[after](x27)
-        x47 = _sums(_keep_after(row), x27, FLOAT_PARTS)
-        # x48 = exp(x47)
-        x48 = tl.exp(x47)
-        # AT = j * x48
-        AT = j * x48
+        # x28 = min(g, x27)
+        x28 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, g, x27[:, None])
+        # x29 = sum[to](x28)
+        x29 = _sums(_keep_to(row), x28, FLOAT_PARTS)
+        # x30 = exp(x29)
+        x30 = tl.exp(x29)
+        # x32 = x3 @ (k * x30)
+        x32 = _dot(x3, (k * x30), RANGE, PRECISION)
+        _store_rows(x32_out + tile * C * K, x32, row, col_k, K, C, K, K % BK == 0)
+        # x48 = sum[after](x28)
+        x48 = _sums(_keep_after(row), x28, FLOAT_PARTS)
+        # x49 = exp(x48)
+        x49 = tl.exp(x48)
+        # AT = j * x49
+        AT = j * x49
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        # x92 = sum[all](x27)
-        x92 = tl.sum(x27, 0)
-        # Gc = exp(x92)
-        Gc = tl.exp(x92)
+        # x93 = sum[all](x28)
+        x93 = tl.sum(x28, 0)
+        # Gc = exp(x93)
+        Gc = tl.exp(x93)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # KT = k * x48
-        KT = k * x48
+        # KT = k * x49
+        KT = k * x49
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # QL = (scale * q) * x29
-        QL = (scale * q) * x29
+        # QL = (scale * q) * x30
+        QL = (scale * q) * x30
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
 
 
 @_jit
 def _backward_scan(
-    x31_ptr,
+    x32_ptr,
     U_ptr,
     Gc_ptr,
     KT_ptr,
     x_ptr,
     AT_ptr,
-    x33_out,
+    x34_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -987,23 +984,23 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        x31 = _load_rows(x31_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x32 = x31 @ S
-        x32 = _dot(x31, S, RANGE, PRECISION)
+        x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x33 = x32 @ S
+        x33 = _dot(x32, S, RANGE, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x33 = U + x32
-        x33 = U + x32
-        _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
+        # x34 = U + x33
+        x34 = U + x33
+        _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x165 = KT^T @ x
-        x165 = _dot(tl.trans(KT), x, DOT, PRECISION)
+        # x166 = KT^T @ x
+        x166 = _dot(tl.trans(KT), x, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x167 = AT^T @ x33
-        x167 = _dot(tl.trans(AT), x33, DOT, PRECISION)
+        # x168 = AT^T @ x34
+        x168 = _dot(tl.trans(AT), x34, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x165) + -x167
-        S_next = ((S * Gc[:, None]) + x165) + (-x167)
+        # S_next = ((S * Gc) + x166) + -x168
+        S_next = ((S * Gc[:, None]) + x166) + (-x168)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1012,12 +1009,12 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     AT_ptr,
-    x57_ptr,
+    x58_ptr,
     Gc_ptr,
-    x31_ptr,
+    x32_ptr,
     QL_ptr,
     do_ptr,
-    x58_out,
+    x59_out,
     initial_ptr,
     final_out,
     kept_out,
@@ -1066,22 +1063,22 @@ def _backward_reverse(
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x54 = AT @ dS
-        x54 = _dot(AT, dS, RANGE, PRECISION)
-        x57 = _load_rows(x57_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x58 = -x54 + x57
-        x58 = (-x54) + x57
-        _store_rows(x58_out + tile * C * V, x58, row, col_v, V, C, V, V % BV == 0)
-        x31 = _load_rows(x31_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x170 = x31^T @ x58
-        x170 = _dot(tl.trans(x31), x58, RANGE, PRECISION)
+        # x55 = AT @ dS
+        x55 = _dot(AT, dS, RANGE, PRECISION)
+        x58 = _load_rows(x58_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x59 = -x55 + x58
+        x59 = (-x55) + x58
+        _store_rows(x59_out + tile * C * V, x59, row, col_v, V, C, V, V % BV == 0)
+        x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x171 = x32^T @ x59
+        x171 = _dot(tl.trans(x32), x59, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x172 = QL^T @ do
-        x172 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        # x173 = QL^T @ do
+        x173 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x170) + x172
-        dS_prev = ((dS * Gc[:, None]) + x170) + x172
+        # dS_prev = ((dS * Gc) + x171) + x173
+        dS_prev = ((dS * Gc[:, None]) + x171) + x173
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -1090,7 +1087,7 @@ def _backward_reverse(
 @_jit
 def _backward_finish(
     do_ptr,
-    x33_ptr,
+    x34_ptr,
     eta_ptr,
     v_ptr,
     S_ptr,
@@ -1099,22 +1096,21 @@ def _backward_finish(
     j_ptr,
     dS_ptr,
     E_ptr,
-    x58_ptr,
+    x59_ptr,
     Gc_ptr,
     KT_ptr,
-    M4_ptr,
     Aqk_ptr,
-    x34_out,
+    x35_out,
     dAqk_out,
-    x45_out,
-    x49_out,
+    x46_out,
+    x50_out,
     dAbk_out,
-    x64_out,
-    x68_out,
-    x85_out,
-    x93_out,
+    x65_out,
+    x69_out,
+    x86_out,
+    x94_out,
     dv_out,
-    x161_out,
+    x162_out,
     scale,
     T,
     NT,
@@ -1149,42 +1145,42 @@ def _backward_finish(
     in_k = col_k < K
     eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x3 = eta * k
-    x3 = eta[:, None] * k
-    # x5 = sum_K((x3 * x3))
-    x5 = tl.sum((x3 * x3), 1)
-    # x6 = sqrt(x5)
-    x6 = tl.sqrt(x5)
+    # x4 = eta * k
+    x4 = eta[:, None] * k
+    # x6 = sum_K((x4 * x4))
+    x6 = tl.sum((x4 * x4), 1)
+    # x7 = sqrt(x6)
+    x7 = tl.sqrt(x6)
     j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x8 = sum_K((j * j))
-    x8 = tl.sum((j * j), 1)
-    # x9 = sqrt(x8)
-    x9 = tl.sqrt(x8)
-    # x10 = x6 * x9
-    x10 = x6 * x9
-    # x11 = x10 + -2.0
-    x11 = x10 + -2.0
-    # x17 = (x3 /0 x6) + -(j /0 x9)
-    x17 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None])) + (-tl.where(x9[:, None] == 0, 0.0, j / tl.where(x9[:, None] == 0, 1.0, x9[:, None])))
-    # x19 = sum_K((x17 * x17))
-    x19 = tl.sum((x17 * x17), 1)
-    # x26 = -log((0.5 * (x10 + sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
-    x26 = -tl.log((0.5 * (x10 + tl.sqrt(((x11 * x11) + ((2.0 * x10) * x19))))))
+    # x9 = sum_K((j * j))
+    x9 = tl.sum((j * j), 1)
+    # x10 = sqrt(x9)
+    x10 = tl.sqrt(x9)
+    # x11 = x7 * x10
+    x11 = x7 * x10
+    # x12 = x11 + -2.0
+    x12 = x11 + -2.0
+    # x18 = (x4 /0 x7) + -(j /0 x10)
+    x18 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None])) + (-tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None])))
+    # x20 = sum_K((x18 * x18))
+    x20 = tl.sum((x18 * x18), 1)
+    # x27 = -log((0.5 * (x11 + sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
+    x27 = -tl.log((0.5 * (x11 + tl.sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x27 = min(g, x26)
-    x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
-    x154 = tl.zeros([C, C, ], tl.float32)
-    # x154 = gram(k, k; x27, to, strict=True)
-    g_16 = _blocks(x27, C, BK)
+    # x28 = min(g, x27)
+    x28 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, g, x27[:, None])
+    x155 = tl.zeros([C, C, ], tl.float32)
+    # x155 = gram(k, k; x28, to, strict=True)
+    g_16 = _blocks(x28, C, BK)
     operand_0_16 = _blocks(k, C, BK)
-    x154_16 = _block_zeros(C, 16)
+    x155_16 = _block_zeros(C, 16)
     lane = tl.arange(0, 16)
     for level in range(3):
         decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
         edge_16 = _edge(lane, level)[None, :, :]
         left_0_16 = (operand_0_16 * decay_16).to(DOT)
         right_1_16 = (operand_0_16 * decay_16).to(DOT)
-        x154_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+        x155_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
     # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
     decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
     second_16 = (lane >= 8)[None, :, None]
@@ -1192,45 +1188,46 @@ def _backward_finish(
     decay_right_16 = tl.where(second_16, 0.0, decay_16)
     left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
     right_1_16 = (operand_0_16 * decay_right_16).to(DOT)
-    x154_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-    x154 += _from_blocks(x154_16, C)
+    x155_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+    x155 += _from_blocks(x155_16, C)
     for level in range(4, LEVELS - 1):
-        decay = tl.exp(_sums(_reach(row, level, False), x27, FLOAT_PARTS))
+        decay = tl.exp(_sums(_reach(row, level, False), x28, FLOAT_PARTS))
         edge = _edge(row, level)
         left_0 = (k * decay).to(DOT)
         right_1 = (k * decay).to(DOT)
-        x154 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+        x155 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
     if LEVELS > 4:
-        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x27, FLOAT_PARTS))
+        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x28, FLOAT_PARTS))
         second = (row >= C // 2)[:, None]
         decay_left = tl.where(second, decay, 0.0)
         decay_right = tl.where(second, 0.0, decay)
         left_0 = (k * decay_left).to(DOT)
         right_1 = (k * decay_right).to(DOT)
-        x154 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-    M4 = _load_rows(M4_ptr + tile * C * C, row, row, C, C, C, True)
-    # x155 = M4 @ x154
-    x155 = _dot(M4, x154, DOT, PRECISION)
-    x34 = tl.zeros([C, C, ], tl.float32)
+        x155 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    # x3 = E * eta^T
+    x3 = E * eta[None, :]
+    # x156 = x3 @ x155
+    x156 = _dot(x3, x155, DOT, PRECISION)
+    x35 = tl.zeros([C, C, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     dAbk = tl.zeros([C, C, ], tl.float32)
-    x64 = tl.zeros([C, C, ], tl.float32)
+    x65 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
-    x84 = tl.zeros([C, BK, ], tl.float32)
+    x85 = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-    x161 = tl.zeros([C, ], tl.float32)
+    x162 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x34 = do @ x33^T
-        x34 += _dot(do, tl.trans(x33), DOT, PRECISION)
+        x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x35 = do @ x34^T
+        x35 += _dot(do, tl.trans(x34), DOT, PRECISION)
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x = eta * v
         x = eta[:, None] * v
@@ -1242,85 +1239,85 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = x @ dS^T
         dKT += _dot(x, tl.trans(dS), RANGE, PRECISION)
-        x58 = _load_rows(x58_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x59 = E^T @ x58
-        x59 = _dot(tl.trans(E), x58, DOT, PRECISION)
-        # dAbk = x59 @ x^T
-        dAbk += _dot(x59, tl.trans(x), DOT, PRECISION)
-        # x64 = x59 @ x33^T
-        x64 += _dot(x59, tl.trans(x33), DOT, PRECISION)
-        # dBL = x59 @ S^T
-        dBL += _dot(x59, tl.trans(S), RANGE, PRECISION)
-        # x84 = x33 @ dS^T
-        x84 += _dot(x33, tl.trans(dS), RANGE, PRECISION)
-        # x91 = dS * S
-        x91 = dS * S
-        # dGc = sum_V(x91)
-        dGc += tl.sum(x91, 1)
-        # x153 = KT @ dS
-        x153 = _dot(KT, dS, RANGE, PRECISION)
-        # x156 = x155^T @ x58
-        x156 = _dot(tl.trans(x155), x58, DOT, PRECISION)
-        # x158 = Aqk^T @ do
-        x158 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        # x159 = (x153 + x156) + x158
-        x159 = (x153 + x156) + x158
-        # dv = x159 * eta
-        dv = x159 * eta[:, None]
+        x59 = _load_rows(x59_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x60 = E^T @ x59
+        x60 = _dot(tl.trans(E), x59, DOT, PRECISION)
+        # dAbk = x60 @ x^T
+        dAbk += _dot(x60, tl.trans(x), DOT, PRECISION)
+        # x65 = x60 @ x34^T
+        x65 += _dot(x60, tl.trans(x34), DOT, PRECISION)
+        # dBL = x60 @ S^T
+        dBL += _dot(x60, tl.trans(S), RANGE, PRECISION)
+        # x85 = x34 @ dS^T
+        x85 += _dot(x34, tl.trans(dS), RANGE, PRECISION)
+        # x92 = dS * S
+        x92 = dS * S
+        # dGc = sum_V(x92)
+        dGc += tl.sum(x92, 1)
+        # x154 = KT @ dS
+        x154 = _dot(KT, dS, RANGE, PRECISION)
+        # x157 = x156^T @ x59
+        x157 = _dot(tl.trans(x156), x59, DOT, PRECISION)
+        # x159 = Aqk^T @ do
+        x159 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        # x160 = (x154 + x157) + x159
+        x160 = (x154 + x157) + x159
+        # dv = x160 * eta
+        dv = x160 * eta[:, None]
         if NEED & 8:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x160 = x159 * v
-        x160 = x159 * v
-        # x161 = sum_V(x160)
-        x161 += tl.sum(x160, 1)
-    _store_rows(x34_out + tile * C * C, x34, row, row, C, C, C, True)
+        # x161 = x160 * v
+        x161 = x160 * v
+        # x162 = sum_V(x161)
+        x162 += tl.sum(x161, 1)
+    _store_rows(x35_out + tile * C * C, x35, row, row, C, C, C, True)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
-    _store_rows(x64_out + tile * C * C, x64, row, row, C, C, C, True)
-    tl.store(x161_out + tile * C + row, x161, mask=row < C)
-    # x28 = sum[to](x27)
-    x28 = _sums(_keep_to(row), x27, FLOAT_PARTS)
-    # x29 = exp(x28)
-    x29 = tl.exp(x28)
-    # x45 = dQL * x29
-    x45 = dQL * x29
-    _store_rows(x45_out + tile * C * K, x45, row, col_k, K, C, K, K % BK == 0)
-    # x47 = sum[after](x27)
-    x47 = _sums(_keep_after(row), x27, FLOAT_PARTS)
-    # x48 = exp(x47)
-    x48 = tl.exp(x47)
-    # x49 = dKT * x48
-    x49 = dKT * x48
-    _store_rows(x49_out + tile * C * K, x49, row, col_k, K, C, K, K % BK == 0)
-    # x68 = dBL * x29
-    x68 = dBL * x29
-    _store_rows(x68_out + tile * C * K, x68, row, col_k, K, C, K, K % BK == 0)
-    # x85 = x84 * x48
-    x85 = x84 * x48
-    _store_rows(x85_out + tile * C * K, x85, row, col_k, K, C, K, K % BK == 0)
+    _store_rows(x65_out + tile * C * C, x65, row, row, C, C, C, True)
+    tl.store(x162_out + tile * C + row, x162, mask=row < C)
+    # x29 = sum[to](x28)
+    x29 = _sums(_keep_to(row), x28, FLOAT_PARTS)
+    # x30 = exp(x29)
+    x30 = tl.exp(x29)
+    # x46 = dQL * x30
+    x46 = dQL * x30
+    _store_rows(x46_out + tile * C * K, x46, row, col_k, K, C, K, K % BK == 0)
+    # x48 = sum[after](x28)
+    x48 = _sums(_keep_after(row), x28, FLOAT_PARTS)
+    # x49 = exp(x48)
+    x49 = tl.exp(x48)
+    # x50 = dKT * x49
+    x50 = dKT * x49
+    _store_rows(x50_out + tile * C * K, x50, row, col_k, K, C, K, K % BK == 0)
+    # x69 = dBL * x30
+    x69 = dBL * x30
+    _store_rows(x69_out + tile * C * K, x69, row, col_k, K, C, K, K % BK == 0)
+    # x86 = x85 * x49
+    x86 = x85 * x49
+    _store_rows(x86_out + tile * C * K, x86, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x93 = dGc * Gc
-    x93 = dGc * Gc
-    tl.store(x93_out + tile * K + col_k, x93, mask=col_k < K)
+    # x94 = dGc * Gc
+    x94 = dGc * Gc
+    tl.store(x94_out + tile * K + col_k, x94, mask=col_k < K)
 
 
 @_jit
 def _backward_finish_1(
-    x34_ptr,
+    x35_ptr,
     j_ptr,
     dAqk_ptr,
     k_ptr,
     g_ptr,
     eta_ptr,
-    x45_ptr,
+    x46_ptr,
     q_ptr,
-    x49_ptr,
+    x50_ptr,
     dAbk_ptr,
-    x64_ptr,
-    x68_ptr,
-    x85_ptr,
-    x93_ptr,
-    x161_ptr,
+    x65_ptr,
+    x69_ptr,
+    x86_ptr,
+    x94_ptr,
+    x162_ptr,
     dq_out,
     dk_out,
     dj_out,
@@ -1360,72 +1357,72 @@ def _backward_finish_1(
     in_k = col_k < K
     eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x3 = eta * k
-    x3 = eta[:, None] * k
-    # x5 = sum_K((x3 * x3))
-    x5 = tl.sum((x3 * x3), 1)
-    # x6 = sqrt(x5)
-    x6 = tl.sqrt(x5)
+    # x4 = eta * k
+    x4 = eta[:, None] * k
+    # x6 = sum_K((x4 * x4))
+    x6 = tl.sum((x4 * x4), 1)
+    # x7 = sqrt(x6)
+    x7 = tl.sqrt(x6)
     j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x8 = sum_K((j * j))
-    x8 = tl.sum((j * j), 1)
-    # x9 = sqrt(x8)
-    x9 = tl.sqrt(x8)
-    # x10 = x6 * x9
-    x10 = x6 * x9
-    # x11 = x10 + -2.0
-    x11 = x10 + -2.0
-    # x13 = 2.0 * x10
-    x13 = 2.0 * x10
-    # x14 = x3 /0 x6
-    x14 = tl.where(x6[:, None] == 0, 0.0, x3 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))
-    # x15 = j /0 x9
-    x15 = tl.where(x9[:, None] == 0, 0.0, j / tl.where(x9[:, None] == 0, 1.0, x9[:, None]))
-    # x17 = x14 + -x15
-    x17 = x14 + (-x15)
-    # x19 = sum_K((x17 * x17))
-    x19 = tl.sum((x17 * x17), 1)
-    # x22 = sqrt(((x11 * x11) + (x13 * x19)))
-    x22 = tl.sqrt(((x11 * x11) + (x13 * x19)))
-    # x24 = 0.5 * (x10 + x22)
-    x24 = 0.5 * (x10 + x22)
-    # x26 = -log(x24)
-    x26 = -tl.log(x24)
+    # x9 = sum_K((j * j))
+    x9 = tl.sum((j * j), 1)
+    # x10 = sqrt(x9)
+    x10 = tl.sqrt(x9)
+    # x11 = x7 * x10
+    x11 = x7 * x10
+    # x12 = x11 + -2.0
+    x12 = x11 + -2.0
+    # x14 = 2.0 * x11
+    x14 = 2.0 * x11
+    # x15 = x4 /0 x7
+    x15 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))
+    # x16 = j /0 x10
+    x16 = tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))
+    # x18 = x15 + -x16
+    x18 = x15 + (-x16)
+    # x20 = sum_K((x18 * x18))
+    x20 = tl.sum((x18 * x18), 1)
+    # x23 = sqrt(((x12 * x12) + (x14 * x20)))
+    x23 = tl.sqrt(((x12 * x12) + (x14 * x20)))
+    # x25 = 0.5 * (x11 + x23)
+    x25 = 0.5 * (x11 + x23)
+    # x27 = -log(x25)
+    x27 = -tl.log(x25)
     g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x27 = min(g, x26)
-    x27 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, g, x26[:, None])
+    # x28 = min(g, x27)
+    x28 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, g, x27[:, None])
     q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x50 = scale * q
-    x50 = scale * q
+    # x51 = scale * q
+    x51 = scale * q
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
-    x34 = _load_rows(x34_ptr + tile * C * C, row, row, C, C, C, True)
-    x43 = tl.zeros([C, BK, ], tl.float32)
+    x35 = _load_rows(x35_ptr + tile * C * C, row, row, C, C, C, True)
+    x44 = tl.zeros([C, BK, ], tl.float32)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    x61 = tl.zeros([C, BK, ], tl.float32)
-    x64 = _load_rows(x64_ptr + tile * C * C, row, row, C, C, C, True)
-    x67 = tl.zeros([C, BK, ], tl.float32)
-    x76 = tl.zeros([C, BK, ], tl.float32)
-    # x43 = gram_dx(dAqk, k; x27, to, strict=True)
-    # x43 -= gram_dx(x34, j; x27, to, strict=True)
-    # x67 = gram_dx(dAbk, k; x27, to, strict=True)
-    # x67 -= gram_dx(x64, j; x27, to, strict=True)
-    # x61 = gram_dy(dAqk, x50; x27, to, strict=True)
-    # x61 = gram_dy(dAbk, x3; x27, to, strict=True)
-    # x76 = gram_dy(x34, x50; x27, to, strict=True)
-    # x76 = gram_dy(x64, x3; x27, to, strict=True)
-    g_16 = _blocks(x27, C, BK)
+    x62 = tl.zeros([C, BK, ], tl.float32)
+    x65 = _load_rows(x65_ptr + tile * C * C, row, row, C, C, C, True)
+    x68 = tl.zeros([C, BK, ], tl.float32)
+    x77 = tl.zeros([C, BK, ], tl.float32)
+    # x44 = gram_dx(dAqk, k; x28, to, strict=True)
+    # x44 -= gram_dx(x35, j; x28, to, strict=True)
+    # x68 = gram_dx(dAbk, k; x28, to, strict=True)
+    # x68 -= gram_dx(x65, j; x28, to, strict=True)
+    # x62 = gram_dy(dAqk, x51; x28, to, strict=True)
+    # x62 = gram_dy(dAbk, x4; x28, to, strict=True)
+    # x77 = gram_dy(x35, x51; x28, to, strict=True)
+    # x77 = gram_dy(x65, x4; x28, to, strict=True)
+    g_16 = _blocks(x28, C, BK)
     operand_0_16 = _blocks(k, C, BK)
     operand_1_16 = _blocks(j, C, BK)
-    operand_2_16 = _blocks(x50, C, BK)
-    operand_3_16 = _blocks(x3, C, BK)
+    operand_2_16 = _blocks(x51, C, BK)
+    operand_3_16 = _blocks(x4, C, BK)
     cotangent_0_16 = _diagonal_blocks(dAqk, C)
-    cotangent_1_16 = _diagonal_blocks(x34, C)
+    cotangent_1_16 = _diagonal_blocks(x35, C)
     cotangent_2_16 = _diagonal_blocks(dAbk, C)
-    cotangent_3_16 = _diagonal_blocks(x64, C)
-    x43_16 = _block_zeros(C, BK)
-    x67_16 = _block_zeros(C, BK)
-    x61_16 = _block_zeros(C, BK)
-    x76_16 = _block_zeros(C, BK)
+    cotangent_3_16 = _diagonal_blocks(x65, C)
+    x44_16 = _block_zeros(C, BK)
+    x68_16 = _block_zeros(C, BK)
+    x62_16 = _block_zeros(C, BK)
+    x77_16 = _block_zeros(C, BK)
     lane = tl.arange(0, 16)
     for level in range(3):
         decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
@@ -1438,14 +1435,14 @@ def _backward_finish_1(
         cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
         cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
         cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-        x43_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-        x43_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
-        x67_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, DOT, PRECISION)
-        x67_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, DOT, PRECISION)
-        x61_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x61_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x76_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x76_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x44_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+        x44_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+        x68_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, DOT, PRECISION)
+        x68_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, DOT, PRECISION)
+        x62_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x62_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x77_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x77_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
     # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
     decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
     second_16 = (lane >= 8)[None, :, None]
@@ -1455,108 +1452,108 @@ def _backward_finish_1(
     right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
     left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
     left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
-    x43_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-    x43_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
-    x67_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, DOT, PRECISION)
-    x67_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, DOT, PRECISION)
-    x61_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-    x61_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-    x76_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-    x76_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-    x43 += tl.reshape(x43_16, [C, BK])
-    x67 += tl.reshape(x67_16, [C, BK])
-    x61 += tl.reshape(x61_16, [C, BK])
-    x76 += tl.reshape(x76_16, [C, BK])
+    x44_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+    x44_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+    x68_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, DOT, PRECISION)
+    x68_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, DOT, PRECISION)
+    x62_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+    x62_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+    x77_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+    x77_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+    x44 += tl.reshape(x44_16, [C, BK])
+    x68 += tl.reshape(x68_16, [C, BK])
+    x62 += tl.reshape(x62_16, [C, BK])
+    x77 += tl.reshape(x77_16, [C, BK])
     for level in range(4, LEVELS - 1):
-        decay = tl.exp(_sums(_reach(row, level, False), x27, FLOAT_PARTS))
+        decay = tl.exp(_sums(_reach(row, level, False), x28, FLOAT_PARTS))
         edge = _edge(row, level)
         right_0 = (k * decay).to(DOT)
         right_1 = (j * decay).to(DOT)
-        left_2 = (x50 * decay).to(DOT)
-        left_3 = (x3 * decay).to(DOT)
+        left_2 = (x51 * decay).to(DOT)
+        left_3 = (x4 * decay).to(DOT)
         cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-        cotangent_1_edge = tl.where(edge, x34, 0.0).to(DOT)
+        cotangent_1_edge = tl.where(edge, x35, 0.0).to(DOT)
         cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
-        cotangent_3_edge = tl.where(edge, x64, 0.0).to(DOT)
-        x43 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-        x43 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
-        x67 += decay * _dot(cotangent_2_edge, right_0, DOT, PRECISION)
-        x67 -= decay * _dot(cotangent_3_edge, right_1, DOT, PRECISION)
-        x61 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
-        x61 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
-        x76 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
-        x76 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+        cotangent_3_edge = tl.where(edge, x65, 0.0).to(DOT)
+        x44 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+        x44 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+        x68 += decay * _dot(cotangent_2_edge, right_0, DOT, PRECISION)
+        x68 -= decay * _dot(cotangent_3_edge, right_1, DOT, PRECISION)
+        x62 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
+        x62 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
+        x77 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+        x77 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
     if LEVELS > 4:
-        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x27, FLOAT_PARTS))
+        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x28, FLOAT_PARTS))
         second = (row >= C // 2)[:, None]
         decay_left = tl.where(second, decay, 0.0)
         decay_right = tl.where(second, 0.0, decay)
         right_0 = (k * decay_right).to(DOT)
         right_1 = (j * decay_right).to(DOT)
-        left_2 = (x50 * decay_left).to(DOT)
-        left_3 = (x3 * decay_left).to(DOT)
-        x43 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
-        x43 -= decay_left * _dot(x34, right_1, DOT, PRECISION)
-        x67 += decay_left * _dot(dAbk, right_0, DOT, PRECISION)
-        x67 -= decay_left * _dot(x64, right_1, DOT, PRECISION)
-        x61 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
-        x61 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
-        x76 += decay_right * _dot(tl.trans(x34), left_2, DOT, PRECISION)
-        x76 += decay_right * _dot(tl.trans(x64), left_3, DOT, PRECISION)
-    # x35 = diagonal(-x34)
-    x35 = tl.sum(tl.where(row[:, None] == row[None, :], (-x34), 0.0), 1)
-    # x37 = diagonal(dAqk)
-    x37 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    x45 = _load_rows(x45_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dq = ((((x35 * j) + (x37 * k)) + x43) + x45) * scale
-    dq = ((((x35[:, None] * j) + (x37[:, None] * k)) + x43) + x45) * scale
+        left_2 = (x51 * decay_left).to(DOT)
+        left_3 = (x4 * decay_left).to(DOT)
+        x44 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
+        x44 -= decay_left * _dot(x35, right_1, DOT, PRECISION)
+        x68 += decay_left * _dot(dAbk, right_0, DOT, PRECISION)
+        x68 -= decay_left * _dot(x65, right_1, DOT, PRECISION)
+        x62 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
+        x62 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
+        x77 += decay_right * _dot(tl.trans(x35), left_2, DOT, PRECISION)
+        x77 += decay_right * _dot(tl.trans(x65), left_3, DOT, PRECISION)
+    # x36 = diagonal(-x35)
+    x36 = tl.sum(tl.where(row[:, None] == row[None, :], (-x35), 0.0), 1)
+    # x38 = diagonal(dAqk)
+    x38 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    x46 = _load_rows(x46_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # dq = ((((x36 * j) + (x38 * k)) + x44) + x46) * scale
+    dq = ((((x36[:, None] * j) + (x38[:, None] * k)) + x44) + x46) * scale
     if NEED & 1:
         _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-    x68 = _load_rows(x68_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x82 = sum[from](((((x3 * (x67 + x68)) + (x50 * (x43 + x45))) + (j * x76)) + -(k * x61)))
-    x82 = _running_from(((((x3 * (x67 + x68)) + (x50 * (x43 + x45))) + (j * x76)) + (-(k * x61))), row, EXACT)
-    x49 = _load_rows(x49_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    x85 = _load_rows(x85_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x89 = sum[before](((x49 * k) + -(x85 * j)))
-    x89 = _running_before(((x49 * k) + (-(x85 * j))), row, EXACT)
-    x93 = tl.load(x93_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x94 = (x82 + x89) + x93
-    x94 = (x82 + x89) + x93[None, :]
-    # x95 = [g <~ x26]
-    x95 = tl.where(x26[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
-    # x99 = sum_K((x94 * (1.0 + -x95)))
-    x99 = tl.sum((x94 * (1.0 + (-x95))), 1)
-    # x101 = (x99 / x24) * 0.5
-    x101 = (x99 / x24) * 0.5
-    # x104 = -(0.5 * x101) /0 x22
-    x104 = tl.where(x22 == 0, 0.0, (-(0.5 * x101)) / tl.where(x22 == 0, 1.0, x22))
-    # x107 = (x104 * x13) * (x17 + x17)
-    x107 = (x104 * x13)[:, None] * (x17 + x17)
-    # x110 = sum_K(((x107 * x14) /0 x6))
-    x110 = tl.sum(tl.where(x6[:, None] == 0, 0.0, (x107 * x14) / tl.where(x6[:, None] == 0, 1.0, x6[:, None])), 1)
-    # x121 = (-x101 + ((x104 * x19) * 2.0)) + (x104 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
-    x121 = ((-x101) + ((x104 * x19) * 2.0)) + (x104 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
-    # x132 = (((((0.5 * (-x110 + (x121 * x9))) /0 x6) * (eta * (k + k))) + x68) + (x107 /0 x6)) + x67
-    x132 = (((tl.where(x6 == 0, 0.0, (0.5 * ((-x110) + (x121 * x9))) / tl.where(x6 == 0, 1.0, x6))[:, None] * (eta[:, None] * (k + k))) + x68) + tl.where(x6[:, None] == 0, 0.0, x107 / tl.where(x6[:, None] == 0, 1.0, x6[:, None]))) + x67
-    # dk = ((x49 + (x37 * x50)) + x61) + (x132 * eta)
-    dk = ((x49 + (x37[:, None] * x50)) + x61) + (x132 * eta[:, None])
+    x69 = _load_rows(x69_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x83 = sum[from](((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + -(k * x62)))
+    x83 = _running_from(((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + (-(k * x62))), row, EXACT)
+    x50 = _load_rows(x50_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    x86 = _load_rows(x86_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    # x90 = sum[before](((x50 * k) + -(x86 * j)))
+    x90 = _running_before(((x50 * k) + (-(x86 * j))), row, EXACT)
+    x94 = tl.load(x94_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+    # x95 = (x83 + x90) + x94
+    x95 = (x83 + x90) + x94[None, :]
+    # x96 = [g <~ x27]
+    x96 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
+    # x100 = sum_K((x95 * (1.0 + -x96)))
+    x100 = tl.sum((x95 * (1.0 + (-x96))), 1)
+    # x102 = (x100 / x25) * 0.5
+    x102 = (x100 / x25) * 0.5
+    # x105 = -(0.5 * x102) /0 x23
+    x105 = tl.where(x23 == 0, 0.0, (-(0.5 * x102)) / tl.where(x23 == 0, 1.0, x23))
+    # x108 = (x105 * x14) * (x18 + x18)
+    x108 = (x105 * x14)[:, None] * (x18 + x18)
+    # x111 = sum_K(((x108 * x15) /0 x7))
+    x111 = tl.sum(tl.where(x7[:, None] == 0, 0.0, (x108 * x15) / tl.where(x7[:, None] == 0, 1.0, x7[:, None])), 1)
+    # x122 = (-x102 + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
+    x122 = ((-x102) + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
+    # x133 = (((((0.5 * (-x111 + (x122 * x10))) /0 x7) * (eta * (k + k))) + x69) + (x108 /0 x7)) + x68
+    x133 = (((tl.where(x7 == 0, 0.0, (0.5 * ((-x111) + (x122 * x10))) / tl.where(x7 == 0, 1.0, x7))[:, None] * (eta[:, None] * (k + k))) + x69) + tl.where(x7[:, None] == 0, 0.0, x108 / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))) + x68
+    # dk = ((x50 + (x38 * x51)) + x62) + (x133 * eta)
+    dk = ((x50 + (x38[:, None] * x51)) + x62) + (x133 * eta[:, None])
     if NEED & 2:
         _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # x137 = sum_K((-(x107 * x15) /0 x9))
-    x137 = tl.sum(tl.where(x9[:, None] == 0, 0.0, (-(x107 * x15)) / tl.where(x9[:, None] == 0, 1.0, x9[:, None])), 1)
-    # dj = ((((((0.5 * (-x137 + (x121 * x6))) /0 x9) * (j + j)) + (x35 * x50)) + (-x107 /0 x9)) + -x85) + -x76
-    dj = ((((tl.where(x9 == 0, 0.0, (0.5 * ((-x137) + (x121 * x6))) / tl.where(x9 == 0, 1.0, x9))[:, None] * (j + j)) + (x35[:, None] * x50)) + tl.where(x9[:, None] == 0, 0.0, (-x107) / tl.where(x9[:, None] == 0, 1.0, x9[:, None]))) + (-x85)) + (-x76)
+    # x138 = sum_K((-(x108 * x16) /0 x10))
+    x138 = tl.sum(tl.where(x10[:, None] == 0, 0.0, (-(x108 * x16)) / tl.where(x10[:, None] == 0, 1.0, x10[:, None])), 1)
+    # dj = ((((((0.5 * (-x138 + (x122 * x7))) /0 x10) * (j + j)) + (x36 * x51)) + (-x108 /0 x10)) + -x86) + -x77
+    dj = ((((tl.where(x10 == 0, 0.0, (0.5 * ((-x138) + (x122 * x7))) / tl.where(x10 == 0, 1.0, x10))[:, None] * (j + j)) + (x36[:, None] * x51)) + tl.where(x10[:, None] == 0, 0.0, (-x108) / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))) + (-x86)) + (-x77)
     if NEED & 4:
         _store_rows(dj_out + ((batch * T + start) * HV + head_v) * K, dj, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # dg = x94 * x95
-    dg = x94 * x95
+    # dg = x95 * x96
+    dg = x95 * x96
     if NEED & 16:
         _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # x163 = sum_K((x132 * k))
-    x163 = tl.sum((x132 * k), 1)
-    x161 = tl.load(x161_ptr + tile * C + row, mask=row < C, other=0.0)
-    # deta = x161 + x163
-    deta = x161 + x163
+    # x164 = sum_K((x133 * k))
+    x164 = tl.sum((x133 * k), 1)
+    x162 = tl.load(x162_ptr + tile * C + row, mask=row < C, other=0.0)
+    # deta = x162 + x164
+    deta = x162 + x164
     if NEED & 32:
         tl.store(deta_out + ((batch * T + start) * HV + head_v) + row * HV, deta, mask=in_c)
 
@@ -1682,7 +1679,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = size * C * (keys * BK + values * BV + squares * C)
+            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if registers and torch.version.hip is None:
@@ -1708,6 +1705,7 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, eta, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1717,15 +1715,14 @@ def _forward_triton(
     x30 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     Abk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    M4 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x37 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    U = q.new_empty((B, NT, HV, C, V), dtype=summed)
+    x38 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x31 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+    x31 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     with _on(q):
         _launch(
@@ -1740,8 +1737,7 @@ def _forward_triton(
             E,
             Abk,
             U,
-            M4,
-            x37,
+            x38,
             Gc,
             KT,
             AT,
@@ -1783,7 +1779,7 @@ def _forward_triton(
             B * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
             x31,
-            x37,
+            x38,
             U,
             Aqa,
             Gc,
@@ -1805,7 +1801,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), Abk if save else q.new_empty((0,)), M4 if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), Abk if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1822,7 +1818,6 @@ def _backward_triton(
     Aqa: Tensor,
     E: Tensor,
     Abk: Tensor,
-    M4: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1832,6 +1827,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, eta, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1848,10 +1844,10 @@ def _backward_triton(
     with _on(q):
         if needs & 127:
             x = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            U = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x31 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            U = q.new_empty((B, NT, HV, C, V), dtype=summed)
+            x32 = q.new_empty((B, NT, HV, C, K), dtype=wide)
             AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x57 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x58 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1862,7 +1858,6 @@ def _backward_triton(
                 v,
                 Abk,
                 E,
-                M4,
                 k,
                 g,
                 j,
@@ -1871,9 +1866,9 @@ def _backward_triton(
                 q,
                 x,
                 U,
-                x31,
+                x32,
                 AT,
-                x57,
+                x58,
                 Gc,
                 KT,
                 QL,
@@ -1888,18 +1883,18 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
-                x31,
+                x32,
                 U,
                 Gc,
                 KT,
                 x,
                 AT,
-                x33,
+                x34,
                 initial,
                 none,
                 kept_S,
@@ -1916,18 +1911,18 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x58 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x59 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
                 B * HV * -(-V // own["backward.reverse"]["BV"]),
                 AT,
-                x57,
+                x58,
                 Gc,
-                x31,
+                x32,
                 QL,
                 do,
-                x58,
+                x59,
                 last,
                 dh0,
                 kept_dS,
@@ -1944,21 +1939,21 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x34 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x35 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x45 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x46 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x50 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x64 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x68 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x85 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x93 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x161 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x65 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x69 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x86 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x94 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x162 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
                 do,
-                x33,
+                x34,
                 eta,
                 v,
                 kept_S,
@@ -1967,22 +1962,21 @@ def _backward_triton(
                 j,
                 kept_dS,
                 E,
-                x58,
+                x59,
                 Gc,
                 KT,
-                M4,
                 Aqk,
-                x34,
+                x35,
                 dAqk,
-                x45,
-                x49,
+                x46,
+                x50,
                 dAbk,
-                x64,
-                x68,
-                x85,
-                x93,
+                x65,
+                x69,
+                x86,
+                x94,
                 dv,
-                x161,
+                x162,
                 scale,
                 T,
                 NT,
@@ -1997,21 +1991,21 @@ def _backward_triton(
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
-                x34,
+                x35,
                 j,
                 dAqk,
                 k,
                 g,
                 eta,
-                x45,
+                x46,
                 q,
-                x49,
+                x50,
                 dAbk,
-                x64,
-                x68,
-                x85,
-                x93,
-                x161,
+                x65,
+                x69,
+                x86,
+                x94,
+                x162,
                 dq,
                 dk,
                 dj,
@@ -2244,30 +2238,30 @@ def _forward_torch(
     x33 = _gram(k, j, x26, False, True)
     # x34 = gram(k, k; x26, to, strict=True)
     x34 = _gram(k, k, x26, False, True)
-    # x42 = sum[all](x26)
-    x42 = x26.sum(-2)
-    # Gc = exp(x42)
-    Gc = torch.exp(x42)
-    # x44 = sum[after](x26)
-    x44 = _run(x26, 'after')
-    # x45 = exp(x44)
-    x45 = torch.exp(x44)
-    # KT = k * x45
-    KT = k * x45
-    # AT = j * x45
-    AT = j * x45
+    # x43 = sum[all](x26)
+    x43 = x26.sum(-2)
+    # Gc = exp(x43)
+    Gc = torch.exp(x43)
+    # x45 = sum[after](x26)
+    x45 = _run(x26, 'after')
+    # x46 = exp(x45)
+    x46 = torch.exp(x45)
+    # KT = k * x46
+    KT = k * x46
+    # AT = j * x46
+    AT = j * x46
     # E = inverse((eta * x33))
     E = _inverse_of((eta[..., :, None] * x33))
     # Abk = eta * x34
     Abk = eta[..., :, None] * x34
-    # M4 = E * eta^T
-    M4 = E * eta[..., None, :]
+    # x36 = E * eta^T
+    x36 = E * eta[..., None, :]
     # x27 = sum[to](x26)
     x27 = _run(x26, 'to')
     # x28 = exp(x27)
     x28 = torch.exp(x27)
-    # x37 = M4 @ (k * x28)
-    x37 = M4 @ (k * x28)
+    # x38 = x36 @ (k * x28)
+    x38 = x36 @ (k * x28)
     # x35 = Abk @ x30
     x35 = Abk @ x30
     # U = E @ x35
@@ -2287,7 +2281,7 @@ def _forward_torch(
     for chunk in range(NT):
         QL_here = QL[:, chunk]
         x31_here = x31[:, chunk]
-        x37_here = x37[:, chunk]
+        x38_here = x38[:, chunk]
         U_here = U[:, chunk]
         Aqa_here = Aqa[:, chunk]
         Gc_here = Gc[:, chunk]
@@ -2296,26 +2290,26 @@ def _forward_torch(
         AT_here = AT[:, chunk]
         # x29 = QL @ S
         x29 = QL_here @ S
-        # x38 = x37 @ S
-        x38 = x37_here @ S
-        # x39 = U + x38
-        x39 = U_here + x38
-        # x40 = Aqa @ x39
-        x40 = Aqa_here @ x39
-        # o = (x29 + x31) + -x40
-        o = (x29 + x31_here) + (-x40)
-        # x46 = KT^T @ x30
-        x46 = KT_here.mT @ x30_here
-        # x48 = AT^T @ x39
-        x48 = AT_here.mT @ x39
-        # S_next = ((S * Gc) + x46) + -x48
-        S_next = ((S * Gc_here[..., :, None]) + x46) + (-x48)
+        # x39 = x38 @ S
+        x39 = x38_here @ S
+        # x40 = U + x39
+        x40 = U_here + x39
+        # x41 = Aqa @ x40
+        x41 = Aqa_here @ x40
+        # o = (x29 + x31) + -x41
+        o = (x29 + x31_here) + (-x41)
+        # x47 = KT^T @ x30
+        x47 = KT_here.mT @ x30_here
+        # x49 = AT^T @ x40
+        x49 = AT_here.mT @ x40
+        # S_next = ((S * Gc) + x47) + -x49
+        S_next = ((S * Gc_here[..., :, None]) + x47) + (-x49)
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), Abk.contiguous() if save else like.new_empty((0,)), M4.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), Abk.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -2332,7 +2326,6 @@ def _backward_torch(
     Aqa: Tensor,
     E: Tensor,
     Abk: Tensor,
-    M4: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -2349,16 +2342,16 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, j, v, g, eta, = (_chunks(x, HV, C, dtype) for x in given)
-    # x3 = eta * k
-    x3 = eta[..., :, None] * k
-    # x4 = x3 * x3
-    x4 = x3 * x3
-    # x5 = sum_K(x4)
-    x5 = x4.sum(-1)
-    # x7 = j * j
-    x7 = j * j
-    # x8 = sum_K(x7)
-    x8 = x7.sum(-1)
+    # x4 = eta * k
+    x4 = eta[..., :, None] * k
+    # x5 = x4 * x4
+    x5 = x4 * x4
+    # x6 = sum_K(x5)
+    x6 = x5.sum(-1)
+    # x8 = j * j
+    x8 = j * j
+    # x9 = sum_K(x8)
+    x9 = x8.sum(-1)
     if needs & 55:
         # x = eta * v
         x = eta[..., :, None] * v
@@ -2367,136 +2360,138 @@ def _backward_torch(
         # U = E @ x2
         U = E @ x2
     if needs & 126:
-        # x56 = Aqa^T @ do
-        x56 = Aqa.mT @ do
-        # x57 = -x56
-        x57 = -x56
-    # x6 = sqrt(x5)
-    x6 = torch.sqrt(x5)
-    # x9 = sqrt(x8)
-    x9 = torch.sqrt(x8)
-    # x14 = x3 /0 x6
-    x14 = torch.where(x6[..., :, None] == 0, 0, x3 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))
-    # x15 = j /0 x9
-    x15 = torch.where(x9[..., :, None] == 0, 0, j / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None]))
-    # x16 = -x15
-    x16 = -x15
-    # x17 = x14 + x16
-    x17 = x14 + x16
-    # x18 = x17 * x17
-    x18 = x17 * x17
-    # x19 = sum_K(x18)
-    x19 = x18.sum(-1)
-    # x10 = x6 * x9
-    x10 = x6 * x9
-    # x11 = x10 + -2.0
-    x11 = x10 + -2.0
-    # x12 = x11 * x11
-    x12 = x11 * x11
-    # x13 = 2.0 * x10
-    x13 = 2.0 * x10
-    # x20 = x13 * x19
-    x20 = x13 * x19
-    # x21 = x12 + x20
-    x21 = x12 + x20
-    # x22 = sqrt(x21)
-    x22 = torch.sqrt(x21)
-    # x23 = x10 + x22
-    x23 = x10 + x22
-    # x24 = 0.5 * x23
-    x24 = 0.5 * x23
-    # x25 = log(x24)
-    x25 = torch.log(x24)
-    # x26 = -x25
-    x26 = -x25
-    # x27 = min(g, x26)
-    x27 = torch.where(x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps, g, x26[..., :, None])
-    # x28 = sum[to](x27)
-    x28 = _run(x27, 'to')
-    # x29 = exp(x28)
-    x29 = torch.exp(x28)
-    # x31 = M4 @ (k * x29)
-    x31 = M4 @ (k * x29)
-    # x47 = sum[after](x27)
-    x47 = _run(x27, 'after')
-    # x48 = exp(x47)
-    x48 = torch.exp(x47)
-    # AT = j * x48
-    AT = j * x48
-    # x92 = sum[all](x27)
-    x92 = x27.sum(-2)
-    # Gc = exp(x92)
-    Gc = torch.exp(x92)
+        # x57 = Aqa^T @ do
+        x57 = Aqa.mT @ do
+        # x58 = -x57
+        x58 = -x57
+    # x7 = sqrt(x6)
+    x7 = torch.sqrt(x6)
+    # x10 = sqrt(x9)
+    x10 = torch.sqrt(x9)
+    # x15 = x4 /0 x7
+    x15 = torch.where(x7[..., :, None] == 0, 0, x4 / torch.where(x7[..., :, None] == 0, 1, x7[..., :, None]))
+    # x16 = j /0 x10
+    x16 = torch.where(x10[..., :, None] == 0, 0, j / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None]))
+    # x17 = -x16
+    x17 = -x16
+    # x18 = x15 + x17
+    x18 = x15 + x17
+    # x19 = x18 * x18
+    x19 = x18 * x18
+    # x20 = sum_K(x19)
+    x20 = x19.sum(-1)
+    # x3 = E * eta^T
+    x3 = E * eta[..., None, :]
+    # x11 = x7 * x10
+    x11 = x7 * x10
+    # x12 = x11 + -2.0
+    x12 = x11 + -2.0
+    # x13 = x12 * x12
+    x13 = x12 * x12
+    # x14 = 2.0 * x11
+    x14 = 2.0 * x11
+    # x21 = x14 * x20
+    x21 = x14 * x20
+    # x22 = x13 + x21
+    x22 = x13 + x21
+    # x23 = sqrt(x22)
+    x23 = torch.sqrt(x22)
+    # x24 = x11 + x23
+    x24 = x11 + x23
+    # x25 = 0.5 * x24
+    x25 = 0.5 * x24
+    # x26 = log(x25)
+    x26 = torch.log(x25)
+    # x27 = -x26
+    x27 = -x26
+    # x28 = min(g, x27)
+    x28 = torch.where(x27[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps, g, x27[..., :, None])
+    # x29 = sum[to](x28)
+    x29 = _run(x28, 'to')
+    # x30 = exp(x29)
+    x30 = torch.exp(x29)
+    # x32 = x3 @ (k * x30)
+    x32 = x3 @ (k * x30)
+    # x48 = sum[after](x28)
+    x48 = _run(x28, 'after')
+    # x49 = exp(x48)
+    x49 = torch.exp(x48)
+    # AT = j * x49
+    AT = j * x49
+    # x93 = sum[all](x28)
+    x93 = x28.sum(-2)
+    # Gc = exp(x93)
+    Gc = torch.exp(x93)
     if needs & 63:
-        # KT = k * x48
-        KT = k * x48
+        # KT = k * x49
+        KT = k * x49
     if needs & 126:
-        # x50 = scale * q
-        x50 = scale * q
-        # QL = x50 * x29
-        QL = x50 * x29
+        # x51 = scale * q
+        x51 = scale * q
+        # QL = x51 * x30
+        QL = x51 * x30
     if needs & 55:
         S = state
-        x33_all: list[Tensor] = []
+        x34_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
-            x31_here = x31[:, chunk]
+            x32_here = x32[:, chunk]
             U_here = U[:, chunk]
             Gc_here = Gc[:, chunk]
             KT_here = KT[:, chunk]
             x_here = x[:, chunk]
             AT_here = AT[:, chunk]
             kept_S_all.append(S)
-            # x32 = x31 @ S
-            x32 = x31_here @ S
-            # x33 = U + x32
-            x33 = U_here + x32
-            # x165 = KT^T @ x
-            x165 = KT_here.mT @ x_here
-            # x167 = AT^T @ x33
-            x167 = AT_here.mT @ x33
-            # S_next = ((S * Gc) + x165) + -x167
-            S_next = ((S * Gc_here[..., :, None]) + x165) + (-x167)
-            x33_all.append(x33)
+            # x33 = x32 @ S
+            x33 = x32_here @ S
+            # x34 = U + x33
+            x34 = U_here + x33
+            # x166 = KT^T @ x
+            x166 = KT_here.mT @ x_here
+            # x168 = AT^T @ x34
+            x168 = AT_here.mT @ x34
+            # S_next = ((S * Gc) + x166) + -x168
+            S_next = ((S * Gc_here[..., :, None]) + x166) + (-x168)
+            x34_all.append(x34)
             S = S_next
         end_S = S
-        x33 = _stack(x33_all, v, NT, C, dtype)
+        x34 = _stack(x34_all, v, NT, C, dtype)
         S = _stack(kept_S_all, v, NT, K, dtype)
     if needs & 126:
         dS = dstate
-        x58_all: list[Tensor] = []
+        x59_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             AT_here = AT[:, chunk]
-            x57_here = x57[:, chunk]
+            x58_here = x58[:, chunk]
             Gc_here = Gc[:, chunk]
-            x31_here = x31[:, chunk]
+            x32_here = x32[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x54 = AT @ dS
-            x54 = AT_here @ dS
-            # x58 = -x54 + x57
-            x58 = (-x54) + x57_here
-            # x170 = x31^T @ x58
-            x170 = x31_here.mT @ x58
-            # x172 = QL^T @ do
-            x172 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x170) + x172
-            dS_prev = ((dS * Gc_here[..., :, None]) + x170) + x172
-            x58_all.append(x58)
+            # x55 = AT @ dS
+            x55 = AT_here @ dS
+            # x59 = -x55 + x58
+            x59 = (-x55) + x58_here
+            # x171 = x32^T @ x59
+            x171 = x32_here.mT @ x59
+            # x173 = QL^T @ do
+            x173 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x171) + x173
+            dS_prev = ((dS * Gc_here[..., :, None]) + x171) + x173
+            x59_all.append(x59)
             dS = dS_prev
         end_dS = dS
-        x58 = _stack(x58_all[::-1], v, NT, C, dtype)
+        x59 = _stack(x59_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 40:
-        # x154 = gram(k, k; x27, to, strict=True)
-        x154 = _gram(k, k, x27, False, True)
-        # x155 = M4 @ x154
-        x155 = M4 @ x154
+        # x155 = gram(k, k; x28, to, strict=True)
+        x155 = _gram(k, k, x28, False, True)
+        # x156 = x3 @ x155
+        x156 = x3 @ x155
     if needs & 55:
-        # x34 = do @ x33^T
-        x34 = do @ x33.mT
+        # x35 = do @ x34^T
+        x35 = do @ x34.mT
         # dAqk = do @ x^T
         dAqk = do @ x.mT
         # dQL = do @ S^T
@@ -2504,126 +2499,126 @@ def _backward_torch(
     if needs & 54:
         # dKT = x @ dS^T
         dKT = x @ dS.mT
-        # x59 = E^T @ x58
-        x59 = E.mT @ x58
-        # dAbk = x59 @ x^T
-        dAbk = x59 @ x.mT
-        # x64 = x59 @ x33^T
-        x64 = x59 @ x33.mT
-        # dBL = x59 @ S^T
-        dBL = x59 @ S.mT
-        # x84 = x33 @ dS^T
-        x84 = x33 @ dS.mT
-        # x91 = dS * S
-        x91 = dS * S
-        # dGc = sum_V(x91)
-        dGc = x91.sum(-1)
+        # x60 = E^T @ x59
+        x60 = E.mT @ x59
+        # dAbk = x60 @ x^T
+        dAbk = x60 @ x.mT
+        # x65 = x60 @ x34^T
+        x65 = x60 @ x34.mT
+        # dBL = x60 @ S^T
+        dBL = x60 @ S.mT
+        # x85 = x34 @ dS^T
+        x85 = x34 @ dS.mT
+        # x92 = dS * S
+        x92 = dS * S
+        # dGc = sum_V(x92)
+        dGc = x92.sum(-1)
     if needs & 40:
-        # x153 = KT @ dS
-        x153 = KT @ dS
-        # x156 = x155^T @ x58
-        x156 = x155.mT @ x58
-        # x158 = Aqk^T @ do
-        x158 = Aqk.mT @ do
-        # x159 = (x153 + x156) + x158
-        x159 = (x153 + x156) + x158
+        # x154 = KT @ dS
+        x154 = KT @ dS
+        # x157 = x156^T @ x59
+        x157 = x156.mT @ x59
+        # x159 = Aqk^T @ do
+        x159 = Aqk.mT @ do
+        # x160 = (x154 + x157) + x159
+        x160 = (x154 + x157) + x159
     if needs & 8:
-        # dv = x159 * eta
-        dv = x159 * eta[..., :, None]
+        # dv = x160 * eta
+        dv = x160 * eta[..., :, None]
     if needs & 32:
-        # x160 = x159 * v
-        x160 = x159 * v
-        # x161 = sum_V(x160)
-        x161 = x160.sum(-1)
+        # x161 = x160 * v
+        x161 = x160 * v
+        # x162 = sum_V(x161)
+        x162 = x161.sum(-1)
     if needs & 55:
-        # x45 = dQL * x29
-        x45 = dQL * x29
+        # x46 = dQL * x30
+        x46 = dQL * x30
     if needs & 54:
-        # x49 = dKT * x48
-        x49 = dKT * x48
-        # x68 = dBL * x29
-        x68 = dBL * x29
-        # x85 = x84 * x48
-        x85 = x84 * x48
-        # x93 = dGc * Gc
-        x93 = dGc * Gc
+        # x50 = dKT * x49
+        x50 = dKT * x49
+        # x69 = dBL * x30
+        x69 = dBL * x30
+        # x86 = x85 * x49
+        x86 = x85 * x49
+        # x94 = dGc * Gc
+        x94 = dGc * Gc
     if needs & 5:
-        # x35 = diagonal(-x34)
-        x35 = (-x34).diagonal(dim1=-2, dim2=-1)
+        # x36 = diagonal(-x35)
+        x36 = (-x35).diagonal(dim1=-2, dim2=-1)
     if needs & 3:
-        # x37 = diagonal(dAqk)
-        x37 = dAqk.diagonal(dim1=-2, dim2=-1)
+        # x38 = diagonal(dAqk)
+        x38 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 55:
-        # x40 = gram_dx(dAqk, k; x27, to, strict=True)
-        x40 = _gram_dx(dAqk, k, x27, False)
-        # x41 = gram_dx(x34, j; x27, to, strict=True)
-        x41 = _gram_dx(x34, j, x27, False)
-        # x43 = x40 + -x41
-        x43 = x40 + (-x41)
+        # x41 = gram_dx(dAqk, k; x28, to, strict=True)
+        x41 = _gram_dx(dAqk, k, x28, False)
+        # x42 = gram_dx(x35, j; x28, to, strict=True)
+        x42 = _gram_dx(x35, j, x28, False)
+        # x44 = x41 + -x42
+        x44 = x41 + (-x42)
     if needs & 1:
-        # dq = ((((x35 * j) + (x37 * k)) + x43) + x45) * scale
-        dq = ((((x35[..., :, None] * j) + (x37[..., :, None] * k)) + x43) + x45) * scale
+        # dq = ((((x36 * j) + (x38 * k)) + x44) + x46) * scale
+        dq = ((((x36[..., :, None] * j) + (x38[..., :, None] * k)) + x44) + x46) * scale
     if needs & 54:
-        # x53 = gram_dy(dAqk, x50; x27, to, strict=True)
-        x53 = _gram_dy(dAqk, x50, x27, False)
-        # x60 = gram_dy(dAbk, x3; x27, to, strict=True)
-        x60 = _gram_dy(dAbk, x3, x27, False)
-        # x61 = x53 + x60
-        x61 = x53 + x60
-        # x63 = gram_dx(dAbk, k; x27, to, strict=True)
-        x63 = _gram_dx(dAbk, k, x27, False)
-        # x65 = gram_dx(x64, j; x27, to, strict=True)
-        x65 = _gram_dx(x64, j, x27, False)
-        # x67 = x63 + -x65
-        x67 = x63 + (-x65)
-        # x74 = gram_dy(x34, x50; x27, to, strict=True)
-        x74 = _gram_dy(x34, x50, x27, False)
-        # x75 = gram_dy(x64, x3; x27, to, strict=True)
-        x75 = _gram_dy(x64, x3, x27, False)
-        # x76 = x74 + x75
-        x76 = x74 + x75
-        # x82 = sum[from](((((x3 * (x67 + x68)) + (x50 * (x43 + x45))) + (j * x76)) + -(k * x61)))
-        x82 = _run(((((x3 * (x67 + x68)) + (x50 * (x43 + x45))) + (j * x76)) + (-(k * x61))), 'from')
-        # x89 = sum[before](((x49 * k) + -(x85 * j)))
-        x89 = _run(((x49 * k) + (-(x85 * j))), 'before')
-        # x94 = (x82 + x89) + x93
-        x94 = (x82 + x89) + x93[..., None, :]
-        # x95 = [g <~ x26]
-        x95 = (x26[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
+        # x54 = gram_dy(dAqk, x51; x28, to, strict=True)
+        x54 = _gram_dy(dAqk, x51, x28, False)
+        # x61 = gram_dy(dAbk, x4; x28, to, strict=True)
+        x61 = _gram_dy(dAbk, x4, x28, False)
+        # x62 = x54 + x61
+        x62 = x54 + x61
+        # x64 = gram_dx(dAbk, k; x28, to, strict=True)
+        x64 = _gram_dx(dAbk, k, x28, False)
+        # x66 = gram_dx(x65, j; x28, to, strict=True)
+        x66 = _gram_dx(x65, j, x28, False)
+        # x68 = x64 + -x66
+        x68 = x64 + (-x66)
+        # x75 = gram_dy(x35, x51; x28, to, strict=True)
+        x75 = _gram_dy(x35, x51, x28, False)
+        # x76 = gram_dy(x65, x4; x28, to, strict=True)
+        x76 = _gram_dy(x65, x4, x28, False)
+        # x77 = x75 + x76
+        x77 = x75 + x76
+        # x83 = sum[from](((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + -(k * x62)))
+        x83 = _run(((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + (-(k * x62))), 'from')
+        # x90 = sum[before](((x50 * k) + -(x86 * j)))
+        x90 = _run(((x50 * k) + (-(x86 * j))), 'before')
+        # x95 = (x83 + x90) + x94
+        x95 = (x83 + x90) + x94[..., None, :]
+        # x96 = [g <~ x27]
+        x96 = (x27[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
     if needs & 38:
-        # x99 = sum_K((x94 * (1.0 + -x95)))
-        x99 = (x94 * (1.0 + (-x95))).sum(-1)
-        # x101 = (x99 / x24) * 0.5
-        x101 = (x99 / x24) * 0.5
-        # x104 = -(0.5 * x101) /0 x22
-        x104 = torch.where(x22 == 0, 0, (-(0.5 * x101)) / torch.where(x22 == 0, 1, x22))
-        # x107 = (x104 * x13) * (x17 + x17)
-        x107 = (x104 * x13)[..., :, None] * (x17 + x17)
+        # x100 = sum_K((x95 * (1.0 + -x96)))
+        x100 = (x95 * (1.0 + (-x96))).sum(-1)
+        # x102 = (x100 / x25) * 0.5
+        x102 = (x100 / x25) * 0.5
+        # x105 = -(0.5 * x102) /0 x23
+        x105 = torch.where(x23 == 0, 0, (-(0.5 * x102)) / torch.where(x23 == 0, 1, x23))
+        # x108 = (x105 * x14) * (x18 + x18)
+        x108 = (x105 * x14)[..., :, None] * (x18 + x18)
     if needs & 34:
-        # x110 = sum_K(((x107 * x14) /0 x6))
-        x110 = torch.where(x6[..., :, None] == 0, 0, (x107 * x14) / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None])).sum(-1)
+        # x111 = sum_K(((x108 * x15) /0 x7))
+        x111 = torch.where(x7[..., :, None] == 0, 0, (x108 * x15) / torch.where(x7[..., :, None] == 0, 1, x7[..., :, None])).sum(-1)
     if needs & 38:
-        # x121 = (-x101 + ((x104 * x19) * 2.0)) + (x104 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
-        x121 = ((-x101) + ((x104 * x19) * 2.0)) + (x104 * (((x6 * (x9 + x9)) + -2.0) + -2.0))
+        # x122 = (-x102 + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
+        x122 = ((-x102) + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
     if needs & 34:
-        # x132 = (((((0.5 * (-x110 + (x121 * x9))) /0 x6) * (eta * (k + k))) + x68) + (x107 /0 x6)) + x67
-        x132 = (((torch.where(x6 == 0, 0, (0.5 * ((-x110) + (x121 * x9))) / torch.where(x6 == 0, 1, x6))[..., :, None] * (eta[..., :, None] * (k + k))) + x68) + torch.where(x6[..., :, None] == 0, 0, x107 / torch.where(x6[..., :, None] == 0, 1, x6[..., :, None]))) + x67
+        # x133 = (((((0.5 * (-x111 + (x122 * x10))) /0 x7) * (eta * (k + k))) + x69) + (x108 /0 x7)) + x68
+        x133 = (((torch.where(x7 == 0, 0, (0.5 * ((-x111) + (x122 * x10))) / torch.where(x7 == 0, 1, x7))[..., :, None] * (eta[..., :, None] * (k + k))) + x69) + torch.where(x7[..., :, None] == 0, 0, x108 / torch.where(x7[..., :, None] == 0, 1, x7[..., :, None]))) + x68
     if needs & 2:
-        # dk = ((x49 + (x37 * x50)) + x61) + (x132 * eta)
-        dk = ((x49 + (x37[..., :, None] * x50)) + x61) + (x132 * eta[..., :, None])
+        # dk = ((x50 + (x38 * x51)) + x62) + (x133 * eta)
+        dk = ((x50 + (x38[..., :, None] * x51)) + x62) + (x133 * eta[..., :, None])
     if needs & 4:
-        # x137 = sum_K((-(x107 * x15) /0 x9))
-        x137 = torch.where(x9[..., :, None] == 0, 0, (-(x107 * x15)) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None])).sum(-1)
-        # dj = ((((((0.5 * (-x137 + (x121 * x6))) /0 x9) * (j + j)) + (x35 * x50)) + (-x107 /0 x9)) + -x85) + -x76
-        dj = ((((torch.where(x9 == 0, 0, (0.5 * ((-x137) + (x121 * x6))) / torch.where(x9 == 0, 1, x9))[..., :, None] * (j + j)) + (x35[..., :, None] * x50)) + torch.where(x9[..., :, None] == 0, 0, (-x107) / torch.where(x9[..., :, None] == 0, 1, x9[..., :, None]))) + (-x85)) + (-x76)
+        # x138 = sum_K((-(x108 * x16) /0 x10))
+        x138 = torch.where(x10[..., :, None] == 0, 0, (-(x108 * x16)) / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None])).sum(-1)
+        # dj = ((((((0.5 * (-x138 + (x122 * x7))) /0 x10) * (j + j)) + (x36 * x51)) + (-x108 /0 x10)) + -x86) + -x77
+        dj = ((((torch.where(x10 == 0, 0, (0.5 * ((-x138) + (x122 * x7))) / torch.where(x10 == 0, 1, x10))[..., :, None] * (j + j)) + (x36[..., :, None] * x51)) + torch.where(x10[..., :, None] == 0, 0, (-x108) / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None]))) + (-x86)) + (-x77)
     if needs & 16:
-        # dg = x94 * x95
-        dg = x94 * x95
+        # dg = x95 * x96
+        dg = x95 * x96
     if needs & 32:
-        # x163 = sum_K((x132 * k))
-        x163 = (x132 * k).sum(-1)
-        # deta = x161 + x163
-        deta = x161 + x163
+        # x164 = sum_K((x133 * k))
+        x164 = (x133 * k).sum(-1)
+        # deta = x162 + x164
+        deta = x162 + x164
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),
@@ -2647,7 +2642,7 @@ _STREAMS = (
     ("eta", "gate", "HV", ()),
 )
 _TENSORS = "Tensor q, Tensor k, Tensor j, Tensor v, Tensor g, Tensor eta, Tensor? initial_state"
-_SAVED = 5
+_SAVED = 4
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program c6df4c07:
+# Kimi Delta Attention, program 32949f6a:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda"]
 
-_NAME = "kda_c6df4c07"
+_NAME = "kda_32949f6a"
 
 
 def _jit(function: Any) -> Any:
@@ -292,9 +292,9 @@ def _forward_prepare(
     g_ptr,
     beta_ptr,
     v_ptr,
-    M1_out,
-    x3_out,
-    x7_out,
+    E_out,
+    x4_out,
+    x8_out,
     KT_out,
     Gc_out,
     scale,
@@ -367,40 +367,40 @@ def _forward_prepare(
             left_0 = (k * decay_left).to(DOT)
             right_1 = (k * decay_right).to(DOT)
             x2 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-        # x12 = sum[after](g)
-        x12 = _sums(_keep_after(row), g, GATE_PARTS)
-        # KT = k * exp(x12)
-        KT = k * tl.exp(x12)
+        # x13 = sum[after](g)
+        x13 = _sums(_keep_after(row), g, GATE_PARTS)
+        # KT = k * exp(x13)
+        KT = k * tl.exp(x13)
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x15 = sum[all](g)
-        x15 = tl.sum(g, 0)
-        # Gc = exp(x15)
-        Gc = tl.exp(x15)
+        # x16 = sum[all](g)
+        x16 = tl.sum(g, 0)
+        # Gc = exp(x16)
+        Gc = tl.exp(x16)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * x2))
     E = _inverse((beta[:, None] * x2), row, C, LEVELS, SOLVE)
-    # M1 = E * beta^T
-    M1 = E * beta[None, :]
     if SAVE:
-        _store_rows(M1_out + tile * C * C, M1, row, row, C, C, C, True)
+        _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
+    # x3 = E * beta^T
+    x3 = E * beta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x4 = sum[to](g)
-        x4 = _sums(_keep_to(row), g, GATE_PARTS)
+        # x5 = sum[to](g)
+        x5 = _sums(_keep_to(row), g, GATE_PARTS)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x7 = M1 @ (k * exp(x4))
-        x7 = _dot(M1, (k * tl.exp(x4)), RANGE, PRECISION)
-        _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
+        # x8 = x3 @ (k * exp(x5))
+        x8 = _dot(x3, (k * tl.exp(x5)), RANGE, PRECISION)
+        _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x3 = M1 @ v
-        x3 = _dot(M1, v, DOT, PRECISION)
-        _store_rows(x3_out + tile * C * V, x3, row, col_v, V, C, V, V % BV == 0)
+        # x4 = x3 @ v
+        x4 = _dot(x3, v, DOT, PRECISION)
+        _store_rows(x4_out + tile * C * V, x4, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -484,18 +484,18 @@ def _forward_prepare_1(
             left_0 = (x * decay_left).to(DOT)
             right_1 = (k * decay_right).to(DOT)
             Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-        # x4 = sum[to](g)
-        x4 = _sums(_keep_to(row), g, GATE_PARTS)
-        # QL = x * exp(x4)
-        QL = x * tl.exp(x4)
+        # x5 = sum[to](g)
+        x5 = _sums(_keep_to(row), g, GATE_PARTS)
+        # QL = x * exp(x5)
+        QL = x * tl.exp(x5)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
 
 
 @_jit
 def _forward_scan(
-    x7_ptr,
-    x3_ptr,
+    x8_ptr,
+    x4_ptr,
     Aqk_ptr,
     QL_ptr,
     KT_ptr,
@@ -546,28 +546,28 @@ def _forward_scan(
         start = chunk * C
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
-        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x8 = x7 @ S
-        x8 = _dot(x7, S, RANGE, PRECISION)
-        x3 = _load_rows(x3_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = x3 + -x8
-        Vnew = x3 + (-x8)
+        x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x9 = x8 @ S
+        x9 = _dot(x8, S, RANGE, PRECISION)
+        x4 = _load_rows(x4_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x4 + -x9
+        Vnew = x4 + (-x9)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-        # x10 = Aqk @ Vnew
-        x10 = _dot(Aqk, Vnew, DOT, PRECISION)
+        # x11 = Aqk @ Vnew
+        x11 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x11 = QL @ S
-        x11 = _dot(QL, S, RANGE, PRECISION)
-        # o = x10 + x11
-        o = x10 + x11
+        # x12 = QL @ S
+        x12 = _dot(QL, S, RANGE, PRECISION)
+        # o = x11 + x12
+        o = x11 + x12
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x14 = KT^T @ Vnew
-        x14 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        # x15 = KT^T @ Vnew
+        x15 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = x14 + (S * Gc)
-        S_next = x14 + (S * Gc[:, None])
+        # S_next = x15 + (S * Gc)
+        S_next = x15 + (S * Gc[:, None])
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -579,15 +579,16 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    M1_ptr,
+    E_ptr,
+    beta_ptr,
     v_ptr,
     k_ptr,
     g_ptr,
     Aqk_ptr,
     do_ptr,
     q_ptr,
-    x4_out,
-    x6_out,
+    x5_out,
+    x7_out,
     KT_out,
     x19_out,
     Gc_out,
@@ -622,7 +623,10 @@ def _backward_prepare(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    M1 = _load_rows(M1_ptr + tile * C * C, row, row, C, C, C, True)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    # x4 = E * beta^T
+    x4 = E * beta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -632,13 +636,13 @@ def _backward_prepare(
         # x2 = exp(x)
         x2 = tl.exp(x)
         k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-        # x6 = M1 @ (k * x2)
-        x6 = _dot(M1, (k * x2), RANGE, PRECISION)
-        _store_rows(x6_out + tile * C * K, x6, row, col_k, K, C, K, K % BK == 0)
-        # x14 = sum[after](g)
-        x14 = _sums(_keep_after(row), g, GATE_PARTS)
-        # KT = k * exp(x14)
-        KT = k * tl.exp(x14)
+        # x7 = x4 @ (k * x2)
+        x7 = _dot(x4, (k * x2), RANGE, PRECISION)
+        _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
+        # x15 = sum[after](g)
+        x15 = _sums(_keep_after(row), g, GATE_PARTS)
+        # KT = k * exp(x15)
+        KT = k * tl.exp(x15)
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
         # x49 = sum[all](g)
         x49 = tl.sum(g, 0)
@@ -654,9 +658,9 @@ def _backward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x4 = M1 @ v
-        x4 = _dot(M1, v, DOT, PRECISION)
-        _store_rows(x4_out + tile * C * V, x4, row, col_v, V, C, V, V % BV == 0)
+        # x5 = x4 @ v
+        x5 = _dot(x4, v, DOT, PRECISION)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x19 = Aqk^T @ do
         x19 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
@@ -665,8 +669,8 @@ def _backward_prepare(
 
 @_jit
 def _backward_scan(
-    x6_ptr,
-    x4_ptr,
+    x7_ptr,
+    x5_ptr,
     KT_ptr,
     Gc_ptr,
     Vnew_out,
@@ -717,12 +721,12 @@ def _backward_scan(
         in_c = row < T - start
         tile = (batch * NT + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        x6 = _load_rows(x6_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x7 = x6 @ S
-        x7 = _dot(x6, S, RANGE, PRECISION)
-        x4 = _load_rows(x4_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = x4 + -x7
-        Vnew = x4 + (-x7)
+        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x8 = x7 @ S
+        x8 = _dot(x7, S, RANGE, PRECISION)
+        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x5 + -x8
+        Vnew = x5 + (-x8)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x58 = KT^T @ Vnew
@@ -742,7 +746,7 @@ def _backward_reverse(
     Gc_ptr,
     QL_ptr,
     do_ptr,
-    x6_ptr,
+    x7_ptr,
     dVnew_out,
     initial_ptr,
     final_out,
@@ -802,9 +806,9 @@ def _backward_reverse(
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
         # x61 = QL^T @ do
         x61 = _dot(tl.trans(QL), do, RANGE, PRECISION)
-        x6 = _load_rows(x6_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x63 = x6^T @ dVnew
-        x63 = _dot(tl.trans(x6), dVnew, RANGE, PRECISION)
+        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x63 = x7^T @ dVnew
+        x63 = _dot(tl.trans(x7), dVnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dS_prev = ((dS * Gc) + x61) + -x63
         dS_prev = ((dS * Gc[:, None]) + x61) + (-x63)
@@ -820,14 +824,14 @@ def _backward_finish(
     g_ptr,
     Vnew_ptr,
     dS_ptr,
-    k_ptr,
-    beta_ptr,
+    E_ptr,
     dVnew_ptr,
+    beta_ptr,
     Gc_ptr,
     v_ptr,
     x3_out,
     dAqk_out,
-    x16_out,
+    x17_out,
     x22_out,
     x24_out,
     dv_out,
@@ -865,51 +869,13 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-    x17 = tl.zeros([C, C, ], tl.float32)
-    # x17 = gram(k, k; g, to, strict=True)
-    g_16 = _blocks(g, C, BK)
-    operand_0_16 = _blocks(k, C, BK)
-    x17_16 = _block_zeros(C, 16)
-    lane = tl.arange(0, 16)
-    for level in range(3):
-        decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
-        edge_16 = _edge(lane, level)[None, :, :]
-        left_0_16 = (operand_0_16 * decay_16).to(DOT)
-        right_1_16 = (operand_0_16 * decay_16).to(DOT)
-        x17_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
-    # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
-    decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
-    second_16 = (lane >= 8)[None, :, None]
-    decay_left_16 = tl.where(second_16, decay_16, 0.0)
-    decay_right_16 = tl.where(second_16, 0.0, decay_16)
-    left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
-    right_1_16 = (operand_0_16 * decay_right_16).to(DOT)
-    x17_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-    x17 += _from_blocks(x17_16, C)
-    for level in range(4, LEVELS - 1):
-        decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
-        edge = _edge(row, level)
-        left_0 = (k * decay).to(DOT)
-        right_1 = (k * decay).to(DOT)
-        x17 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
-    if LEVELS > 4:
-        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
-        second = (row >= C // 2)[:, None]
-        decay_left = tl.where(second, decay, 0.0)
-        decay_right = tl.where(second, 0.0, decay)
-        left_0 = (k * decay_left).to(DOT)
-        right_1 = (k * decay_right).to(DOT)
-        x17 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    # E = inverse((beta * x17))
-    E = _inverse((beta[:, None] * x17), row, C, LEVELS, SOLVE)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
+    E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     x21 = tl.zeros([C, BK, ], tl.float32)
     x24 = tl.zeros([C, C, ], tl.float32)
+    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     x55 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
@@ -948,6 +914,7 @@ def _backward_finish(
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x24_out + tile * C * C, x24, row, row, C, C, C, True)
     tl.store(x55_out + tile * C + row, x55, mask=row < C)
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
     # x = sum[to](g)
     x = _sums(_keep_to(row), g, GATE_PARTS)
     # x2 = exp(x)
@@ -955,11 +922,11 @@ def _backward_finish(
     # x3 = dQL * x2
     x3 = dQL * x2
     _store_rows(x3_out + tile * C * K, x3, row, col_k, K, C, K, K % BK == 0)
-    # x14 = sum[after](g)
-    x14 = _sums(_keep_after(row), g, GATE_PARTS)
-    # x16 = dKT * exp(x14)
-    x16 = dKT * tl.exp(x14)
-    _store_rows(x16_out + tile * C * K, x16, row, col_k, K, C, K, K % BK == 0)
+    # x15 = sum[after](g)
+    x15 = _sums(_keep_after(row), g, GATE_PARTS)
+    # x17 = dKT * exp(x15)
+    x17 = dKT * tl.exp(x15)
+    _store_rows(x17_out + tile * C * K, x17, row, col_k, K, C, K, K % BK == 0)
     # x22 = x21 * x2
     x22 = x21 * x2
     _store_rows(x22_out + tile * C * K, x22, row, col_k, K, C, K, K % BK == 0)
@@ -978,7 +945,7 @@ def _backward_finish_1(
     x22_ptr,
     x24_ptr,
     beta_ptr,
-    x16_ptr,
+    x17_ptr,
     q_ptr,
     x50_ptr,
     x55_ptr,
@@ -1017,8 +984,8 @@ def _backward_finish_1(
     row = tl.arange(0, C)
     in_c = row < T - start
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
-    # x10 = diagonal(dAqk)
-    x10 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    # x11 = diagonal(dAqk)
+    x11 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
     beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     x24 = _load_rows(x24_ptr + tile * C * C, row, row, C, C, C, True)
     x57 = tl.zeros([C, ], tl.float32)
@@ -1032,10 +999,10 @@ def _backward_finish_1(
         # x34 = beta * k
         x34 = beta[:, None] * k
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-        x9 = tl.zeros([C, BK, ], tl.float32)
+        x10 = tl.zeros([C, BK, ], tl.float32)
         x25 = tl.zeros([C, BK, ], tl.float32)
         x37 = tl.zeros([C, BK, ], tl.float32)
-        # x9 = gram_dx(dAqk, k; g, to, strict=True)
+        # x10 = gram_dx(dAqk, k; g, to, strict=True)
         # x25 = gram_dx(x24, k; g, to, strict=True)
         # x37 = gram_dy(dAqk, x30; g, to, strict=True)
         # x37 -= gram_dy(x24, x34; g, to, strict=True)
@@ -1045,7 +1012,7 @@ def _backward_finish_1(
         operand_2_16 = _blocks(x34, C, BK)
         cotangent_0_16 = _diagonal_blocks(dAqk, C)
         cotangent_1_16 = _diagonal_blocks(x24, C)
-        x9_16 = _block_zeros(C, BK)
+        x10_16 = _block_zeros(C, BK)
         x25_16 = _block_zeros(C, BK)
         x37_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
@@ -1057,7 +1024,7 @@ def _backward_finish_1(
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
             cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
             cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            x9_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x10_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
             x25_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, DOT, PRECISION)
             x37_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
             x37_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
@@ -1069,11 +1036,11 @@ def _backward_finish_1(
         right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
         left_1_16 = (operand_1_16 * decay_left_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-        x9_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x10_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
         x25_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, DOT, PRECISION)
         x37_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
         x37_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x9 += tl.reshape(x9_16, [C, BK])
+        x10 += tl.reshape(x10_16, [C, BK])
         x25 += tl.reshape(x25_16, [C, BK])
         x37 += tl.reshape(x37_16, [C, BK])
         for level in range(4, LEVELS - 1):
@@ -1084,7 +1051,7 @@ def _backward_finish_1(
             left_2 = (x34 * decay).to(DOT)
             cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
             cotangent_1_edge = tl.where(edge, x24, 0.0).to(DOT)
-            x9 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x10 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
             x25 += decay * _dot(cotangent_1_edge, right_0, DOT, PRECISION)
             x37 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
             x37 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
@@ -1096,27 +1063,27 @@ def _backward_finish_1(
             right_0 = (k * decay_right).to(DOT)
             left_1 = (x30 * decay_left).to(DOT)
             left_2 = (x34 * decay_left).to(DOT)
-            x9 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
+            x10 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
             x25 += decay_left * _dot(x24, right_0, DOT, PRECISION)
             x37 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
             x37 -= decay_right * _dot(tl.trans(x24), left_2, DOT, PRECISION)
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = (x3 + (x9 + (x10 * k))) * scale
-        dq = (x3 + (x9 + (x10[:, None] * k))) * scale
+        # dq = (x3 + (x10 + (x11 * k))) * scale
+        dq = (x3 + (x10 + (x11[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
         x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x27 = -x22 + -x25
         x27 = (-x22) + (-x25)
-        x16 = _load_rows(x16_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((x16 + (x27 * beta)) + (x10 * x30)) + x37
-        dk = ((x16 + (x27 * beta[:, None])) + (x10[:, None] * x30)) + x37
+        x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = ((x17 + (x27 * beta)) + (x11 * x30)) + x37
+        dk = ((x17 + (x27 * beta[:, None])) + (x11[:, None] * x30)) + x37
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-        # x47 = sum[from](((-(k * x37) + (x30 * (x3 + x9))) + -(x34 * (x22 + x25))))
-        x47 = _running_from((((-(k * x37)) + (x30 * (x3 + x9))) + (-(x34 * (x22 + x25)))), row, EXACT)
-        # x53 = sum[before]((x16 * k))
-        x53 = _running_before((x16 * k), row, EXACT)
+        # x47 = sum[from](((-(k * x37) + (x30 * (x3 + x10))) + -(x34 * (x22 + x25))))
+        x47 = _running_from((((-(k * x37)) + (x30 * (x3 + x10))) + (-(x34 * (x22 + x25)))), row, EXACT)
+        # x53 = sum[before]((x17 * k))
+        x53 = _running_before((x17 * k), row, EXACT)
         x50 = tl.load(x50_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dg = (x47 + x50) + x53
         dg = (x47 + x50[None, :]) + x53
@@ -1252,7 +1219,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             BK = min(block_k, BK)
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = size * C * (keys * BK + values * BV + squares * C)
+            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if registers and torch.version.hip is None:
@@ -1277,15 +1244,16 @@ def _forward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
     o = torch.empty_like(v)
     final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    M1 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x3 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    x4 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+    x8 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1298,9 +1266,9 @@ def _forward_triton(
             g,
             beta,
             v,
-            M1,
-            x3,
-            x7,
+            E,
+            x4,
+            x8,
             KT,
             Gc,
             scale,
@@ -1334,8 +1302,8 @@ def _forward_triton(
         _launch(
             _forward_scan,
             B * HV * -(-V // own["forward.scan"]["BV"]),
-            x7,
-            x3,
+            x8,
+            x4,
             Aqk,
             QL,
             KT,
@@ -1355,7 +1323,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,)), M1 if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), E if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1368,7 +1336,7 @@ def _backward_triton(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqk: Tensor,
-    M1: Tensor,
+    E: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1378,6 +1346,7 @@ def _backward_triton(
     HV, V = v.shape[2:]
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
+    summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
     NT = -(-T // C)
     none = q.new_empty((0,))
@@ -1392,24 +1361,25 @@ def _backward_triton(
     dbeta = _gradient(beta, HV, needs & 16 > 0)
     with _on(q):
         if needs & 63:
-            x4 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            x6 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+            x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
             KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x19 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x19 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                M1,
+                E,
+                beta,
                 v,
                 k,
                 g,
                 Aqk,
                 do,
                 q,
-                x4,
-                x6,
+                x5,
+                x7,
                 KT,
                 x19,
                 Gc,
@@ -1430,8 +1400,8 @@ def _backward_triton(
             _launch(
                 _backward_scan,
                 B * HV * -(-V // own["backward.scan"]["BV"]),
-                x6,
-                x4,
+                x7,
+                x5,
                 KT,
                 Gc,
                 Vnew,
@@ -1461,7 +1431,7 @@ def _backward_triton(
                 Gc,
                 QL,
                 do,
-                x6,
+                x7,
                 dVnew,
                 last,
                 dh0,
@@ -1481,7 +1451,7 @@ def _backward_triton(
         if needs & 31:
             x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x16 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x24 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x50 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -1494,14 +1464,14 @@ def _backward_triton(
                 g,
                 Vnew,
                 kept_dS,
-                k,
-                beta,
+                E,
                 dVnew,
+                beta,
                 Gc,
                 v,
                 x3,
                 dAqk,
-                x16,
+                x17,
                 x22,
                 x24,
                 dv,
@@ -1528,7 +1498,7 @@ def _backward_triton(
                 x22,
                 x24,
                 beta,
-                x16,
+                x17,
                 q,
                 x50,
                 x55,
@@ -1708,61 +1678,61 @@ def _forward_torch(
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g, beta,))
     # x2 = gram(k, k; g, to, strict=True)
     x2 = _gram(k, k, g, False, True)
-    # x12 = sum[after](g)
-    x12 = _run(g, 'after')
-    # KT = k * exp(x12)
-    KT = k * torch.exp(x12)
-    # x15 = sum[all](g)
-    x15 = g.sum(-2)
-    # Gc = exp(x15)
-    Gc = torch.exp(x15)
+    # x13 = sum[after](g)
+    x13 = _run(g, 'after')
+    # KT = k * exp(x13)
+    KT = k * torch.exp(x13)
+    # x16 = sum[all](g)
+    x16 = g.sum(-2)
+    # Gc = exp(x16)
+    Gc = torch.exp(x16)
     # E = inverse((beta * x2))
     E = _inverse_of((beta[..., :, None] * x2))
-    # M1 = E * beta^T
-    M1 = E * beta[..., None, :]
-    # x4 = sum[to](g)
-    x4 = _run(g, 'to')
-    # x5 = exp(x4)
-    x5 = torch.exp(x4)
-    # x7 = M1 @ (k * x5)
-    x7 = M1 @ (k * x5)
-    # x3 = M1 @ v
-    x3 = M1 @ v
+    # x3 = E * beta^T
+    x3 = E * beta[..., None, :]
+    # x5 = sum[to](g)
+    x5 = _run(g, 'to')
+    # x6 = exp(x5)
+    x6 = torch.exp(x5)
+    # x8 = x3 @ (k * x6)
+    x8 = x3 @ (k * x6)
+    # x4 = x3 @ v
+    x4 = x3 @ v
     # x = scale * q
     x = scale * q
     # Aqk = gram(x, k; g, to, strict=False)
     Aqk = _gram(x, k, g, False, False)
-    # QL = x * x5
-    QL = x * x5
+    # QL = x * x6
+    QL = x * x6
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
-        x7_here = x7[:, chunk]
-        x3_here = x3[:, chunk]
+        x8_here = x8[:, chunk]
+        x4_here = x4[:, chunk]
         Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
         KT_here = KT[:, chunk]
         Gc_here = Gc[:, chunk]
-        # x8 = x7 @ S
-        x8 = x7_here @ S
-        # Vnew = x3 + -x8
-        Vnew = x3_here + (-x8)
-        # x10 = Aqk @ Vnew
-        x10 = Aqk_here @ Vnew
-        # x11 = QL @ S
-        x11 = QL_here @ S
-        # o = x10 + x11
-        o = x10 + x11
-        # x14 = KT^T @ Vnew
-        x14 = KT_here.mT @ Vnew
-        # S_next = x14 + (S * Gc)
-        S_next = x14 + (S * Gc_here[..., :, None])
+        # x9 = x8 @ S
+        x9 = x8_here @ S
+        # Vnew = x4 + -x9
+        Vnew = x4_here + (-x9)
+        # x11 = Aqk @ Vnew
+        x11 = Aqk_here @ Vnew
+        # x12 = QL @ S
+        x12 = QL_here @ S
+        # o = x11 + x12
+        o = x11 + x12
+        # x15 = KT^T @ Vnew
+        x15 = KT_here.mT @ Vnew
+        # S_next = x15 + (S * Gc)
+        S_next = x15 + (S * Gc_here[..., :, None])
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), M1.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -1775,7 +1745,7 @@ def _backward_torch(
     beta: Tensor,
     initial_state: Tensor | None,
     Aqk: Tensor,
-    M1: Tensor,
+    E: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1792,18 +1762,20 @@ def _backward_torch(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in given)
+    # x4 = E * beta^T
+    x4 = E * beta[..., None, :]
     # x = sum[to](g)
     x = _run(g, 'to')
     # x2 = exp(x)
     x2 = torch.exp(x)
-    # x6 = M1 @ (k * x2)
-    x6 = M1 @ (k * x2)
-    # x14 = sum[after](g)
-    x14 = _run(g, 'after')
-    # x15 = exp(x14)
-    x15 = torch.exp(x14)
-    # KT = k * x15
-    KT = k * x15
+    # x7 = x4 @ (k * x2)
+    x7 = x4 @ (k * x2)
+    # x15 = sum[after](g)
+    x15 = _run(g, 'after')
+    # x16 = exp(x15)
+    x16 = torch.exp(x15)
+    # KT = k * x16
+    KT = k * x16
     # x49 = sum[all](g)
     x49 = g.sum(-2)
     # Gc = exp(x49)
@@ -1814,8 +1786,8 @@ def _backward_torch(
         # QL = x30 * x2
         QL = x30 * x2
     if needs & 27:
-        # x4 = M1 @ v
-        x4 = M1 @ v
+        # x5 = x4 @ v
+        x5 = x4 @ v
     if needs & 62:
         # x19 = Aqk^T @ do
         x19 = Aqk.mT @ do
@@ -1824,15 +1796,15 @@ def _backward_torch(
         Vnew_all: list[Tensor] = []
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
-            x6_here = x6[:, chunk]
-            x4_here = x4[:, chunk]
+            x7_here = x7[:, chunk]
+            x5_here = x5[:, chunk]
             KT_here = KT[:, chunk]
             Gc_here = Gc[:, chunk]
             kept_S_all.append(S)
-            # x7 = x6 @ S
-            x7 = x6_here @ S
-            # Vnew = x4 + -x7
-            Vnew = x4_here + (-x7)
+            # x8 = x7 @ S
+            x8 = x7_here @ S
+            # Vnew = x5 + -x8
+            Vnew = x5_here + (-x8)
             # x58 = KT^T @ Vnew
             x58 = KT_here.mT @ Vnew
             # S_next = x58 + (S * Gc)
@@ -1852,7 +1824,7 @@ def _backward_torch(
             Gc_here = Gc[:, chunk]
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
-            x6_here = x6[:, chunk]
+            x7_here = x7[:, chunk]
             kept_dS_all.append(dS)
             # x18 = KT @ dS
             x18 = KT_here @ dS
@@ -1860,8 +1832,8 @@ def _backward_torch(
             dVnew = x18 + x19_here
             # x61 = QL^T @ do
             x61 = QL_here.mT @ do_here
-            # x63 = x6^T @ dVnew
-            x63 = x6_here.mT @ dVnew
+            # x63 = x7^T @ dVnew
+            x63 = x7_here.mT @ dVnew
             # dS_prev = ((dS * Gc) + x61) + -x63
             dS_prev = ((dS * Gc_here[..., :, None]) + x61) + (-x63)
             dVnew_all.append(dVnew)
@@ -1869,11 +1841,6 @@ def _backward_torch(
         end_dS = dS
         dVnew = _stack(dVnew_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
-    if needs & 30:
-        # x17 = gram(k, k; g, to, strict=True)
-        x17 = _gram(k, k, g, False, True)
-        # E = inverse((beta * x17))
-        E = _inverse_of((beta[..., :, None] * x17))
     if needs & 9:
         # dQL = do @ S^T
         dQL = do @ S.mT
@@ -1908,8 +1875,8 @@ def _backward_torch(
         # x3 = dQL * x2
         x3 = dQL * x2
     if needs & 10:
-        # x16 = dKT * x15
-        x16 = dKT * x15
+        # x17 = dKT * x16
+        x17 = dKT * x16
     if needs & 26:
         # x22 = x21 * x2
         x22 = x21 * x2
@@ -1917,14 +1884,14 @@ def _backward_torch(
         # x50 = dGc * Gc
         x50 = dGc * Gc
     if needs & 3:
-        # x10 = diagonal(dAqk)
-        x10 = dAqk.diagonal(dim1=-2, dim2=-1)
+        # x11 = diagonal(dAqk)
+        x11 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 9:
-        # x9 = gram_dx(dAqk, k; g, to, strict=True)
-        x9 = _gram_dx(dAqk, k, g, False)
+        # x10 = gram_dx(dAqk, k; g, to, strict=True)
+        x10 = _gram_dx(dAqk, k, g, False)
     if needs & 1:
-        # dq = (x3 + (x9 + (x10 * k))) * scale
-        dq = (x3 + (x9 + (x10[..., :, None] * k))) * scale
+        # dq = (x3 + (x10 + (x11 * k))) * scale
+        dq = (x3 + (x10 + (x11[..., :, None] * k))) * scale
     if needs & 26:
         # x25 = gram_dx(x24, k; g, to, strict=True)
         x25 = _gram_dx(x24, k, g, False)
@@ -1941,13 +1908,13 @@ def _backward_torch(
         # x37 = x33 + -x35
         x37 = x33 + (-x35)
     if needs & 2:
-        # dk = ((x16 + (x27 * beta)) + (x10 * x30)) + x37
-        dk = ((x16 + (x27 * beta[..., :, None])) + (x10[..., :, None] * x30)) + x37
+        # dk = ((x17 + (x27 * beta)) + (x11 * x30)) + x37
+        dk = ((x17 + (x27 * beta[..., :, None])) + (x11[..., :, None] * x30)) + x37
     if needs & 8:
-        # x47 = sum[from](((-(k * x37) + (x30 * (x3 + x9))) + -(x34 * (x22 + x25))))
-        x47 = _run((((-(k * x37)) + (x30 * (x3 + x9))) + (-(x34 * (x22 + x25)))), 'from')
-        # x53 = sum[before]((x16 * k))
-        x53 = _run((x16 * k), 'before')
+        # x47 = sum[from](((-(k * x37) + (x30 * (x3 + x10))) + -(x34 * (x22 + x25))))
+        x47 = _run((((-(k * x37)) + (x30 * (x3 + x10))) + (-(x34 * (x22 + x25)))), 'from')
+        # x53 = sum[before]((x17 * k))
+        x53 = _run((x17 * k), 'before')
         # dg = (x47 + x50) + x53
         dg = (x47 + x50[..., None, :]) + x53
     if needs & 16:
