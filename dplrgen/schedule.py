@@ -450,8 +450,8 @@ def _options(**kernels: tuple[int, int, int, int, int]) -> tuple[tuple[str, tupl
 
 
 #: (bytes an element, largest K, tokens a chunk, ((kernel, options), ...)); the first match wins. Options: block of K,
-#: block of V, warps, stages, most registers (0: no bound). A kernel that does not walk K takes all of it, and a scan has
-#: as many stages as shared memory holds, up to the number here.
+#: block of V, warps, stages, most registers (0: no bound). A kernel that does not walk K takes all of it; a scan has as
+#: many stages as shared memory holds, up to the number here.
 CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, int]], ...]], ...] = (
     (
         2,

@@ -190,7 +190,7 @@ _AXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def clip(decay: Node, x: Node, y: Node) -> Node:
-    """``min(alpha, 1 / rho)``, rho the spectral norm of ``I - x y^T`` (Scientific Spaces 11945), so that it rounds well.
+    """``min(alpha, 1 / rho)``, rho the spectral norm of ``I - x y^T`` (Scientific Spaces 11945), rounding well.
 
     ``n - x.y`` is formed as ``(n / 2) |x/|x| - y/|y||^2``: parallel vectors give exactly 1 and the clip stays inactive.
     """
