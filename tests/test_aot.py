@@ -36,7 +36,7 @@ COVERED = [("sm_90", "bfloat16", size) for size in (64, 128)]
 
 #: Bytes of stack a thread in bfloat16 at K = V = 128 on sm_90; more needs a reason, by operator and kernel.
 STACK = 1024
-_FOUR = "four decayed products of four streams share the decays of one tree; 8 warps spill less and were slower on an H200"
+_FOUR = "products of four streams share one tree's decays; 8 warps spill less and were slower on an H200"
 _CLIP = "the clip's norms span the keys, so tiles do too: K cannot be walked in blocks"
 REASONS: dict[tuple[str, str], str] = {
     (variant, kernel): _FOUR
