@@ -18,7 +18,7 @@ import jinja2
 from dplrgen import pipeline, schedule
 from dplrgen.ir import OPS, Axes, Node, show, topological, unwrapped
 from dplrgen.passes import literal, terms
-from dplrgen.schedule import TREE, Kernel, Plan, contracts, is_leaf
+from dplrgen.schedule import TREE, Kernel, Phase, Plan, contracts, is_leaf
 from dplrgen.variants import Variant
 
 __all__ = ["VERSION", "Plans", "digest", "emit", "plans", "render", "storage", "write_if_changed"]
@@ -239,7 +239,7 @@ class _Writer:
     scan: bool = False  # PyTorch only: tiles are those of one chunk
 
     def expression(self, n: Node, bound: Mapping[Node, str]) -> str:
-        args = [self._operand(a, bound) for a in n.args]
+        args = [self.operand(a, bound) for a in n.args]
         if OPS[n.op].elementwise:
             align = _aligned if self.backend == "triton" else _torch_aligned
             args = [t if _is_number(a) else align(t, a.axes, n.axes) for t, a in zip(args, n.args, strict=True)]
@@ -250,7 +250,7 @@ class _Writer:
         table = _TRITON if self.backend == "triton" else _TORCH
         return table[n.op](n, args)
 
-    def _operand(self, n: Node, bound: Mapping[Node, str]) -> str:
+    def operand(self, n: Node, bound: Mapping[Node, str]) -> str:
         if n in bound:
             return bound[n]
         number = literal(n)
@@ -293,9 +293,8 @@ def _prints_once(reader: Node, operand: Node) -> bool:
 
 def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str, Axes]]) -> dict[str, Any]:
     """What a skeleton needs to print one kernel."""
-    results = _labels(plan)
+    site = _Site(plan, kernel, signature, _labels(plan), _Writer(plan.names, "triton"))
     names = plan.names
-    writer = _Writer(names, "triton")
     bound: dict[Node, str] = {}
     blocks = []
     kept = set(kernel.stores) | ({kernel.state[1]} if kernel.state else set())
@@ -304,15 +303,15 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
     for phase in kernel.phases:
         ended = {n for n in phase.nodes if phase.loop and contracts(n, phase.loop)}
         inline = _inlinable(phase.nodes, kept | crossing | ended | set(_tree_sums(phase.nodes).values()))
-        blocks.append(_block(plan, kernel, phase.loop, phase.nodes, inline, bound, writer, results, signature))
-    loads = [_memory(plan, n, signature, kernel) for n in kernel.loads]
-    stores = [m for n in kernel.stores for m in _stored(plan, n, signature, kernel, results)]
+        printer = _Printer(site, phase, inline, dict(bound))
+        blocks.append(printer.block())
+        bound |= printer.scope
+    loads = [site.memory(n) for n in kernel.loads]
+    stores = [m for n in kernel.stores for m in site.stored(n)]
     state = None
     if kernel.state:
         leaf_node, new = kernel.state
-        state = {"name": names[leaf_node], "next": writer._operand(new, bound), "keep": kernel.keep_state}
-    used = "\n".join(line.code for b in blocks for line in (*b.before, *b.body, *b.after))
-    has_tree = any(line.kind == "tree" for b in blocks for line in (*b.before, *b.body, *b.after))
+        state = {"name": names[leaf_node], "next": site.writer.operand(new, bound), "keep": kernel.keep_state}
     return {
         "name": kernel.name,
         "kind": kernel.kind,
@@ -321,12 +320,9 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
         "blocks": blocks,
         "state": state,
         "step": kernel.step,
-        "reads_scale": "scale" in used or "scale" in str(blocks),
-        "has_tree": has_tree,
         "serves": kernel.serves,
         "whole_k": kernel.whole_k,
         "tiles": [sum(1 for m in loads if tuple(m["axes"]) == ("C", axis)) for axis in ("K", "V", "C")],
-        "equations": [show(n, names) for n in kernel.nodes],
     }
 
 
@@ -338,28 +334,47 @@ def _labels(plan: Plan) -> dict[Node, list[tuple[int, str]]]:
     return out
 
 
-def _stored(plan, n, signature, kernel, results) -> list[dict[str, Any]]:  # type: ignore[no-untyped-def]
-    """Where a value is written: more than one place if it is more than one result."""
-    first = _memory(plan, n, signature, kernel)
-    entries = []
-    for i, label in results.get(n, []):
-        _, axes = signature.get(label[1:] if label != "o" else "v", ("HV", ("V",)))
-        place = {"name": label, "buffer": False, "heads": "HV", "axes": ("C", *axes), "need": 1 << i, "label": label}
-        entries.append(first | place)
-    return entries or [first]
+Signature = Mapping[str, tuple[str, Axes]]
 
 
-def _memory(plan, n, signature, kernel) -> dict[str, Any]:  # type: ignore[no-untyped-def]
-    """Where a value lives in memory: an input or output tensor of the call, or a tile of a buffer."""
-    name = plan.names[n]
-    attrs = dict(n.attrs) if n.op == "input" else {}
-    entry: dict[str, Any] = {"node": n, "name": name, "axes": n.axes, "v": "V" in n.axes, "buffer": True}
-    entry["dtype"] = storage(n, plan)
-    entry["saved"] = n in plan.saved and not any(n in k.loads for k in plan.kernels)
-    if n.op == "input" and attrs.get("role") is None and n.axes != ("K", "V"):
-        heads, _ = signature.get(name, ("HV", ()))
-        entry |= {"buffer": False, "heads": heads}
-    return entry
+@dataclass(frozen=True)
+class _Site:
+    """A kernel of a plan and what is known where it is printed."""
+
+    plan: Plan
+    kernel: Kernel
+    signature: Signature
+    results: Mapping[Node, list[tuple[int, str]]]
+    writer: _Writer
+
+    def memory(self, n: Node) -> dict[str, Any]:
+        """Where a value lives in memory: an input tensor of the call, or a tile of a buffer."""
+        name = self.plan.names[n]
+        attrs = dict(n.attrs) if n.op == "input" else {}
+        entry: dict[str, Any] = {"node": n, "name": name, "axes": n.axes, "v": "V" in n.axes, "buffer": True}
+        entry["dtype"] = storage(n, self.plan)
+        entry["saved"] = n in self.plan.saved and not any(n in k.loads for k in self.plan.kernels)
+        if n.op == "input" and attrs.get("role") is None and n.axes != ("K", "V"):
+            heads, _ = self.signature.get(name, ("HV", ()))
+            entry |= {"buffer": False, "heads": heads}
+        return entry
+
+    def stored(self, n: Node) -> list[dict[str, Any]]:
+        """Where a value is written: more than one place if it is more than one result."""
+        first = self.memory(n)
+        entries = []
+        for i, label in self.results.get(n, []):
+            _, axes = self.signature.get(label[1:] if label != "o" else "v", ("HV", ("V",)))
+            place = {
+                "name": label,
+                "buffer": False,
+                "heads": "HV",
+                "axes": ("C", *axes),
+                "need": 1 << i,
+                "label": label,
+            }
+            entries.append(first | place)
+        return entries or [first]
 
 
 def storage(n: Node, plan: Plan) -> str:
@@ -376,75 +391,101 @@ def storage(n: Node, plan: Plan) -> str:
     return "float32"
 
 
-def _block(plan, kernel, loop, nodes, inline, bound, writer, results, signature) -> Block:  # type: ignore[no-untyped-def]
-    before: list[Line] = []
-    body: list[Line] = []
-    after: list[Line] = []
-    local: dict[Node, str] = dict(bound)
-    loads = set(kernel.loads)
-    scope: dict[Node, str] = {}  # what later phases see
-    sums = _tree_sums(nodes)
-    covered = {n for root in sums.values() for n in topological([root], frozenset(sums)) if n is not root}
+@dataclass
+class _Printer:
+    """Orders and prints one phase: ``local`` is what has a name here, ``scope`` what later phases see."""
 
-    def load(n: Node) -> None:
-        for a in [m for m in topological([n], frozenset(loads | set(local))) if m in loads and m not in local]:
+    site: _Site
+    phase: Phase
+    inline: set[Node]
+    local: dict[Node, str]
+    scope: dict[Node, str] = field(default_factory=dict)
+    before: list[Line] = field(default_factory=list)
+    body: list[Line] = field(default_factory=list)
+    after: list[Line] = field(default_factory=list)
+
+    def block(self) -> Block:
+        sums = _tree_sums(self.phase.nodes)
+        covered = {n for root in sums.values() for n in topological([root], frozenset(sums)) if n is not root}
+        todo = [n for n in self.phase.nodes if n not in self.inline and n not in covered]
+        # What a tree does not need comes after it: everything alive during the walk is held in registers.
+        trees = {n for n in todo if n.op in TREE or n in sums.values()}
+        loads = frozenset(self.site.kernel.loads)
+        first = set(topological([a for n in todo if n in trees for a in _operands(n, sums)], loads))
+        while todo:
+            ready = [n for n in todo if all(self._available(a) for a in _operands(n, sums))]
+            waiting = any(n in trees for n in todo)
+            plain = [n for n in ready if n not in trees and (n in first or not waiting)]
+            if plain:
+                done = [self._statement(plain[0])]
+            else:
+                done = self._tree({n: _tree_terms(n, sums) for n in ready if n in trees})
+            if not done:
+                raise RuntimeError(f"no order for {[self.site.plan.names[n] for n in todo]}")
+            todo = [n for n in todo if n not in done]
+        return Block(self.phase.loop, tuple(self.before), tuple(self.body), tuple(self.after))
+
+    def _summed(self, n: Node) -> bool:
+        """Whether the loop of this phase sums the value, so that it is complete only after it."""
+        return self.phase.loop != "" and contracts(n, self.phase.loop)
+
+    def _available(self, n: Node) -> bool:
+        if n in self.local or n in self.site.kernel.loads or is_leaf(n):
+            return True
+        return n in self.inline and all(self._available(a) for a in n.args)
+
+    def _load(self, n: Node) -> None:
+        """Load what the statement reads from memory and nothing has loaded; in the loop only what has its axis."""
+        kernel, names, loop = self.site.kernel, self.site.plan.names, self.phase.loop
+        loads = set(kernel.loads)
+        for a in topological([n], frozenset(loads | set(self.local))):
+            if a not in loads or a in self.local:
+                continue
+            self.local[a] = names[a]
             if kernel.state and a is kernel.state[0]:
-                local[a] = plan.names[a]
                 continue
             inner = loop != "" and loop in a.axes
-            line = Line("load", plan.names[a], info=_memory(plan, a, signature, kernel))
-            (body if inner or not loop else before).append(line)
-            local[a] = plan.names[a]
+            (self.body if inner or not loop else self.before).append(Line("load", names[a], info=self.site.memory(a)))
             if not inner:
-                scope[a] = plan.names[a]
+                self.scope[a] = names[a]
 
-    def bind(n: Node) -> None:
-        """Name a value and store it where it is complete: after the loop if the loop sums it."""
-        local[n] = plan.names[n]
-        summed = loop != "" and contracts(n, loop)
-        if summed or not loop:
-            scope[n] = plan.names[n]
-        if n in kernel.stores:
-            places = _stored(plan, n, signature, kernel, results)
-            (after if summed else body).extend(Line("store", local[n], info=m) for m in places)
+    def _bind(self, n: Node) -> None:
+        """Name a value and store it where it is complete."""
+        name = self.local[n] = self.site.plan.names[n]
+        summed = self._summed(n)
+        if summed or not self.phase.loop:
+            self.scope[n] = name
+        if n in self.site.kernel.stores:
+            (self.after if summed else self.body).extend(Line("store", name, info=m) for m in self.site.stored(n))
 
-    todo = [n for n in nodes if n not in inline and n not in covered]
-    # What a tree does not need comes after it: everything alive during the walk is held in registers.
-    trees = [n for n in todo if n.op in TREE or n in sums.values()]
-    first = set(topological([a for n in trees for a in _operands(n, sums)], frozenset(loads)))
-    while todo:
-        ready = [n for n in todo if all(_available(a, local, inline, loads) for a in _operands(n, sums))]
-        plain = [n for n in ready if n.op not in TREE and n not in sums.values()]
-        if any(n in todo for n in trees):
-            plain = [n for n in plain if n in first]
-        for n in plain[:1]:
-            load(n)
-            name = plan.names[n]
-            equation = f"{name} = {show(n, _shown(writer.names, inline))}"
-            summed = loop != "" and contracts(n, loop)
-            if summed:
-                before.append(Line("zero", name, info={"axes": n.axes}))
-            body.append(Line("sum" if summed else "let", name, unwrapped(writer.expression(n, local)), equation))
-            bind(n)
-            todo.remove(n)
-        if not plain:
-            if not ready:
-                raise RuntimeError(f"no order for {[plan.names[n] for n in todo]}")
-            ready = [n for n in ready if n.op in TREE or n in sums.values()]
-            members = {n: _tree_terms(n, sums) for n in ready}
-            g = next(iter(members.values()))[0][1].args[2]
-            group = [n for n in ready if members[n][0][1].args[2] is g]
-            for n in group:
-                for _, t in members[n]:
-                    load(t)
-                where = before if loop and contracts(n, loop) else body
-                where.append(Line("zero", plan.names[n], info={"axes": n.axes}))
-            body.append(_tree(plan, [(plan.names[n], sign, t) for n in group for sign, t in members[n]], local, writer))
-            for n in group:
-                bind(n)
-                todo.remove(n)
-    bound.update(scope)
-    return Block(loop, tuple(before), tuple(body), tuple(after))
+    def _statement(self, n: Node) -> Node:
+        self._load(n)
+        writer, name, summed = self.site.writer, self.site.plan.names[n], self._summed(n)
+        equation = f"{name} = {show(n, _shown(writer.names, self.inline))}"
+        if summed:
+            self.before.append(Line("zero", name, info={"axes": n.axes}))
+        code = unwrapped(writer.expression(n, self.local))
+        self.body.append(Line("sum" if summed else "let", name, code, equation))
+        self._bind(n)
+        return n
+
+    def _tree(self, members: Mapping[Node, list[tuple[int, Node]]]) -> list[Node]:
+        """All trees of one log-decay that are ready, in one walk."""
+        if not members:
+            return []
+        names = self.site.plan.names
+        g = next(iter(members.values()))[0][1].args[2]
+        group = [n for n, parts in members.items() if parts[0][1].args[2] is g]
+        for n in group:
+            for _, t in members[n]:
+                self._load(t)
+            where = self.before if self._summed(n) else self.body
+            where.append(Line("zero", names[n], info={"axes": n.axes}))
+        parts = [(names[n], sign, t) for n in group for sign, t in members[n]]
+        self.body.append(_tree(parts, self.local, self.site.writer))
+        for n in group:
+            self._bind(n)
+        return group
 
 
 def _tree_sums(nodes: Iterable[Node]) -> dict[Node, Node]:
@@ -481,17 +522,11 @@ def _shown(names: Mapping[Node, str], inline: set[Node]) -> dict[Node, str]:
     return {n: label for n, label in names.items() if n not in inline}
 
 
-def _available(n: Node, local: Mapping[Node, str], inline: set[Node], loads: set[Node]) -> bool:
-    if n in local or n in loads or is_leaf(n):
-        return True
-    return n in inline and all(_available(a, local, inline, loads) for a in n.args)
-
-
-def _tree(plan: Plan, group: list[tuple[str, int, Node]], local: Mapping[Node, str], writer: _Writer) -> Line:
+def _tree(group: list[tuple[str, int, Node]], local: Mapping[Node, str], writer: _Writer) -> Line:
     """All decayed Gram products of one log-decay, and their derivatives, in one walk over the levels."""
 
     def text(n: Node) -> str:
-        return local.get(n) or writer._operand(n, local)
+        return local.get(n) or writer.operand(n, local)
 
     grams, dxs, dys = [], [], []
     decayed: dict[tuple[str, str, str], str] = {}
@@ -572,7 +607,7 @@ def torch_context(plan: Plan, signature: Mapping[str, tuple[str, Axes]]) -> list
         if kernel.state:
             state = {
                 "name": plan.names[kernel.state[0]],
-                "next": writer._operand(kernel.state[1], local),
+                "next": writer.operand(kernel.state[1], local),
                 "keep": kernel.keep_state,
             }
         stores = [plan.names[n] for n in kernel.stores]

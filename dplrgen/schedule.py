@@ -18,7 +18,7 @@ over chunks and makes a *scan*; the rest is parallel over chunks. Then six rules
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
 
@@ -267,23 +267,35 @@ def _kernels(
     # A recomputable value belongs to whoever reads it; scans read it from the first kernel.
     for slot in slots:
         for n in order:
-            if owner.get(n) != slot or (n in cheap and not _stored_cheap(n, slot, order, owner, results, saved)):
+            if owner.get(n) != slot or (n in cheap and not _stored_cheap(n, order, owner, results, saved)):
                 continue
             wanted[slot].append(n)
     for slot in slots:
         if not wanted[slot]:
             continue
-        made.append(_kernel(program, slot, wanted, owner, cheap, states, results, saved))
+        made.append(_kernel(slot, wanted, owner, cheap, states, {*results, *saved}))
     return _with_service(program, made)
 
 
-def _stored_cheap(n, slot, order, owner, results, saved) -> bool:  # type: ignore[no-untyped-def]
+Slot = tuple[int, int]  # stage, part
+
+
+def _stored_cheap(
+    n: Node, order: list[Node], owner: Mapping[Node, Slot], results: list[Node], saved: tuple[Node, ...]
+) -> bool:
     """Whether the first kernel must store a recomputable value: a scan reads it, or it is a result."""
     read_by_scan = any(n in m.args and owner.get(m, (0, 0))[0] % 2 == 1 for m in order)
     return read_by_scan or n in saved or n in results
 
 
-def _kernel(program, slot, wanted, owner, cheap, states, results, saved) -> Kernel:  # type: ignore[no-untyped-def]
+def _kernel(
+    slot: Slot,
+    wanted: Mapping[Slot, list[Node]],
+    owner: Mapping[Node, Slot],
+    cheap: set[Node],
+    states: Mapping[Node, tuple[Node, int]],
+    kept_values: set[Node],
+) -> Kernel:
     stage, part = slot
     scan = stage % 2 == 1
     mine = set(wanted[slot])
@@ -304,7 +316,7 @@ def _kernel(program, slot, wanted, owner, cheap, states, results, saved) -> Kern
     loads = tuple(n for n in topological(roots, stop) if n in stop and n.op not in ("param", "const", "spread"))
     later = [m for s, ns in wanted.items() if s != slot for m in ns]
     readers = _reached(later, cheap)
-    stores = tuple(n for n in wanted[slot] if n in readers or n in results or n in saved)
+    stores = tuple(n for n in wanted[slot] if n in readers or n in kept_values)
     name = _KIND[stage] + ("" if part == 0 else f"_{part}")
     new, step = states[state] if state is not None else (None, 1)
     kept = state is not None and any(state in m.args for m in later)
@@ -398,13 +410,7 @@ def _with_service(program: Program, kernels: list[Kernel]) -> list[Kernel]:
         for n in kernel.loads:
             masks[n] = masks.get(n, 0) | mask
         serves.append(mask)
-    return [_replace_serves(k, s) for k, s in zip(kernels, reversed(serves), strict=True)]
-
-
-def _replace_serves(kernel: Kernel, serves: int) -> Kernel:
-    from dataclasses import replace
-
-    return replace(kernel, serves=serves)
+    return [replace(k, serves=s) for k, s in zip(kernels, reversed(serves), strict=True)]
 
 
 def _christen(program: Program, kernels: list[Kernel], names: Mapping[Node, str]) -> dict[Node, str]:
