@@ -32,7 +32,7 @@ EVERY_TARGET = ("kda", "dplr")
 CASES = [(v, "sm_90") for v in aot.variants()] + [(v, t) for v in EVERY_TARGET for t in aot.TARGETS if t != "sm_90"]
 
 #: What the table must hold, for every operator.
-COVERED = [("sm_90", "bfloat16", size) for size in (64, 128)]
+COVERED = [(t, dtype, size) for t in aot.TARGETS for dtype in ("bfloat16", "float32") for size in (64, 128)]
 
 #: Bytes of stack a thread in bfloat16 at K = V = 128 on sm_90; more needs a reason, by operator and kernel.
 STACK = 1024
@@ -45,6 +45,14 @@ REASONS: dict[tuple[str, str], str] = {
 } | {
     ("gdn2_clipped", kernel): _CLIP
     for kernel in ("forward_prepare", "forward_prepare_1", "backward_finish", "backward_finish_1")
+}
+
+#: What a target cannot hold, in bfloat16: (operator, kernel, target, K = V). Known faults, named in the README; a row
+#: that comes to fit must go, one that ceases to fit fails.
+TOO_LARGE = {
+    *((v, "backward_finish_1", "sm_80", size) for v in ("dplr_absorbed", "rwkv7") for size in (64, 128)),
+    ("gdn2_clipped", "backward_finish", "gfx942", 128),
+    ("gdn2_clipped", "backward_finish_1", "sm_100", 128),
 }
 
 
@@ -85,7 +93,8 @@ def test_table_is_complete(variant: str) -> None:
 def test_what_the_table_says_fits() -> None:
     rows = [(name, r) for name, rows in aot.read().operators.items() for r in rows]
     assert rows
-    assert not [(name, r) for name, r in rows if not aot.fits(r)]
+    named = {aot.load(v)._NAME: v for v in aot.variants()}
+    assert {(named[n], r.kernel, r.target, r.size) for n, r in rows if not aot.fits(r)} == TOO_LARGE
     assert not [(name, r) for name, r in rows if r.dtype == "bfloat16" and r.products and not r.matrix]
 
 
