@@ -733,10 +733,15 @@ def _render(variant: Variant) -> str:
         "backward": back,
         "whole_k": tuple(k["key"] for k in launches if k["whole_k"]),
         "walk_k": tuple(k["key"] for k in launches if not k["whole_k"]),
-        "configs": schedule.CONFIGS,
+        "configs": _configs({k["name"] for k in launches}),
         "glossary": _glossary(made),
     }
     return _environment().get_template("module.py.j2").render(context)
+
+
+def _configs(kernels: set[str]) -> list[tuple[Any, ...]]:
+    """The rows of the table, each with the options of the kernels that are there."""
+    return [(*row[:-1], [(name, options) for name, options in row[-1] if name in kernels]) for row in schedule.CONFIGS]
 
 
 def _side(plan: Plan, signature: Mapping[str, tuple[str, Axes]], side: str) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from dplrgen.ir import OPS, Node, Program, leaf, substitute, topological
 
 __all__ = ["CONFIGS", "TREE", "Kernel", "Phase", "Plan", "contracts", "graph", "has", "is_leaf", "plan", "saved_values"]
 
+Slot = tuple[int, int]  # stage, part of a launch
+
 TREE = frozenset({"gram", "gram_dx", "gram_dy"})
 
 
@@ -105,9 +107,18 @@ def saved_values(forward: Program, backward: Program) -> list[Node]:
     """Rule 6: the C x C operands of products that both programs form."""
     there = set(backward.nodes())
     operands = {a for n in forward.nodes() if n.op == "matmul" for a in n.args}
-    operands = {n.args[0] if n.op == "columns" else n for n in operands}  # the scale is cheap, what it scales is not
+    operands = {_unscaled(n) for n in operands}  # a scale is cheap, what it scales is not
     square = [n for n in forward.nodes() if n.axes == ("C", "C") and n in operands and n in there]
     return [n for n in square if any(OPS[m.op].cost != "cheap" for m in topological([n]))]
+
+
+def _unscaled(n: Node) -> Node:
+    """A matrix without the factors of its rows or columns."""
+    if n.op == "columns":
+        return _unscaled(n.args[0])
+    if n.op == "mul" and {a.axes for a in n.args} == {("C",), ("C", "C")}:
+        return next(_unscaled(a) for a in n.args if a.axes == ("C", "C"))
+    return n
 
 
 def plan(program: Program, saved: Iterable[Node] = (), load_saved: bool = False) -> Plan:
@@ -227,7 +238,26 @@ def _placement(program: Program, stage: dict[Node, int], cheap: set[Node]) -> di
     for _, n in program.outputs:  # results without a value axis wait, so that they are written in one place
         if stage[n] % 2 == 0 and stage[n] > 0 and not has(n, "V") and OPS[n.op].cost == "cheap" and not is_leaf(n):
             part[n] = max([p for m, p in part.items() if stage[m] == stage[n]])
-    return {n: (stage[n], part[n]) for n in order}
+    second = _second_walk(program, {n: (stage[n], part[n]) for n in order}, cheap)
+    return {n: (stage[n], part[n] + int(n in second)) for n in order}
+
+
+def _second_walk(program: Program, place: Mapping[Node, Slot], cheap: set[Node]) -> set[Node]:
+    """What reads, along K, a sum over K of products of its own launch: it would take a second walk over those products.
+
+    Kept together they would need tiles that span the keys. Apart, the products are stored once and read once.
+    """
+    product: set[Node] = set()  # made along K by, or from, a product of its own launch
+    after: set[Node] = set()
+    for n in program.nodes():
+        mates = [a for a in n.args if place[a] == place[n] and a not in cheap and not is_leaf(a)]
+        if has(n, "V") or place[n][0] == 0 or place[n][0] % 2 == 1:
+            continue
+        if "K" in n.axes and (OPS[n.op].cost != "cheap" or any(a in product for a in mates)):
+            product.add(n)
+        if any(a in after or (contracts(a, "K") and any(b in product for b in a.args)) for a in mates):
+            after.add(n)
+    return after if any("K" in n.axes for n in after) else set()
 
 
 def _own_launch(program: Program, stage: Mapping[Node, int]) -> set[Node]:
@@ -275,9 +305,6 @@ def _kernels(
             continue
         made.append(_kernel(slot, wanted, owner, cheap, states, {*results, *saved}))
     return _with_service(program, made)
-
-
-Slot = tuple[int, int]  # stage, part
 
 
 def _stored_cheap(
@@ -470,6 +497,7 @@ CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, i
             reverse=(0, 64, 4, 3, 0),
             finish=(0, 128, 8, 1, 0),
             finish_1=(32, 64, 4, 1, 0),
+            finish_2=(32, 64, 4, 1, 0),
         ),
     ),
     (
@@ -483,6 +511,7 @@ CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, i
             reverse=(0, 64, 8, 3, 0),
             finish=(0, 64, 8, 1, 0),
             finish_1=(64, 64, 8, 1, 0),
+            finish_2=(32, 64, 4, 1, 0),
         ),
     ),
     (
@@ -496,6 +525,7 @@ CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, i
             reverse=(0, 32, 4, 3, 0),
             finish=(0, 32, 4, 1, 0),
             finish_1=(64, 32, 4, 1, 0),
+            finish_2=(64, 32, 4, 1, 0),
         ),
     ),
 )

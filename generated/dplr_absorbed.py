@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 7c1bdc16:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 7c3c271a:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -52,7 +52,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed"]
 
-_NAME = "dplr_absorbed_7c1bdc16"
+_NAME = "dplr_absorbed_7c3c271a"
 
 
 def _jit(function: Any) -> Any:
@@ -1376,8 +1376,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
         least = 16 if wide else 64
         BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
-        if key in _WALK_K:
-            BK = min(block_k, BK)
+        if key in _WALK_K:  # half the keys at a time where shared memory is small (the products' least side is 16 there)
+            BK = min(block_k if limit >= 200 * 1024 else block_k // 2, BK)
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
             tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)

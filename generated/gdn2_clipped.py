@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 6b7a7c5d:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program a3671c73:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -50,7 +50,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped"]
 
-_NAME = "gdn2_clipped_6b7a7c5d"
+_NAME = "gdn2_clipped_a3671c73"
 
 
 def _jit(function: Any) -> Any:
@@ -298,9 +298,9 @@ def _forward_prepare(
     g_ptr,
     x30_out,
     E_out,
-    Abk_out,
+    M3_out,
     U_out,
-    x38_out,
+    x37_out,
     Gc_out,
     KT_out,
     AT_out,
@@ -382,7 +382,7 @@ def _forward_prepare(
     # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     x25 = -tl.log((0.5 * (x9 + tl.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     x33 = tl.zeros([C, C, ], tl.float32)
-    x34 = tl.zeros([C, C, ], tl.float32)
+    M3 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -402,12 +402,12 @@ def _forward_prepare(
         # x26 = min(g, x25)
         x26 = tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None])
         # x33 = gram(k, j; x26, to, strict=True)
-        # x34 = gram(k, k; x26, to, strict=True)
+        # M3 = gram(k, k; x26, to, strict=True)
         g_16 = _blocks(x26, C, BK)
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(j, C, BK)
         x33_16 = _block_zeros(C, 16)
-        x34_16 = _block_zeros(C, 16)
+        M3_16 = _block_zeros(C, 16)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
@@ -416,7 +416,7 @@ def _forward_prepare(
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
             right_2_16 = (operand_0_16 * decay_16).to(DOT)
             x33_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
-            x34_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            M3_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -426,9 +426,9 @@ def _forward_prepare(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         right_2_16 = (operand_0_16 * decay_right_16).to(DOT)
         x33_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        x34_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
+        M3_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
         x33 += _from_blocks(x33_16, C)
-        x34 += _from_blocks(x34_16, C)
+        M3 += _from_blocks(M3_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), x26, FLOAT_PARTS))
             edge = _edge(row, level)
@@ -436,7 +436,7 @@ def _forward_prepare(
             right_1 = (j * decay).to(DOT)
             right_2 = (k * decay).to(DOT)
             x33 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
-            x34 += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+            M3 += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, FLOAT_PARTS))
             second = (row >= C // 2)[:, None]
@@ -446,32 +446,32 @@ def _forward_prepare(
             right_1 = (j * decay_right).to(DOT)
             right_2 = (k * decay_right).to(DOT)
             x33 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-            x34 += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
-        # x43 = sum[all](x26)
-        x43 = tl.sum(x26, 0)
-        # Gc = exp(x43)
-        Gc = tl.exp(x43)
+            M3 += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
+        # x42 = sum[all](x26)
+        x42 = tl.sum(x26, 0)
+        # Gc = exp(x42)
+        Gc = tl.exp(x42)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x45 = sum[after](x26)
-        x45 = _sums(_keep_after(row), x26, FLOAT_PARTS)
-        # x46 = exp(x45)
-        x46 = tl.exp(x45)
-        # KT = k * x46
-        KT = k * x46
+        # x44 = sum[after](x26)
+        x44 = _sums(_keep_after(row), x26, FLOAT_PARTS)
+        # x45 = exp(x44)
+        x45 = tl.exp(x44)
+        # KT = k * x45
+        KT = k * x45
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # AT = j * x46
-        AT = j * x46
+        # AT = j * x45
+        AT = j * x45
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
+    if SAVE:
+        _store_rows(M3_out + tile * C * C, M3, row, row, C, C, C, True)
     # E = inverse((eta * x33))
     E = _inverse((eta[:, None] * x33), row, C, LEVELS, SOLVE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
-    # Abk = eta * x34
-    Abk = eta[:, None] * x34
-    if SAVE:
-        _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
-    # x36 = E * eta^T
-    x36 = E * eta[None, :]
+    # Abk = eta * M3
+    Abk = eta[:, None] * M3
+    # x35 = E * eta^T
+    x35 = E * eta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -490,9 +490,9 @@ def _forward_prepare(
         g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
         # x27 = sum[to](min(g, x25))
         x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), FLOAT_PARTS)
-        # x38 = x36 @ (k * exp(x27))
-        x38 = _dot(x36, (k * tl.exp(x27)), RANGE, PRECISION)
-        _store_rows(x38_out + tile * C * K, x38, row, col_k, K, C, K, K % BK == 0)
+        # x37 = x35 @ (k * exp(x27))
+        x37 = _dot(x35, (k * tl.exp(x27)), RANGE, PRECISION)
+        _store_rows(x37_out + tile * C * K, x37, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -500,10 +500,10 @@ def _forward_prepare(
         # x30 = eta * v
         x30 = eta[:, None] * v
         _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
-        # x35 = Abk @ x30
-        x35 = _dot(Abk, x30, DOT, PRECISION)
-        # U = E @ x35
-        U = _dot(E, x35, DOT, PRECISION)
+        # x34 = Abk @ x30
+        x34 = _dot(Abk, x30, DOT, PRECISION)
+        # U = E @ x34
+        U = _dot(E, x34, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -680,7 +680,7 @@ def _forward_prepare_1(
 def _forward_scan(
     QL_ptr,
     x31_ptr,
-    x38_ptr,
+    x37_ptr,
     U_ptr,
     Aqa_ptr,
     Gc_ptr,
@@ -736,30 +736,30 @@ def _forward_scan(
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x29 = QL @ S
         x29 = _dot(QL, S, RANGE, PRECISION)
-        x38 = _load_rows(x38_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x39 = x38 @ S
-        x39 = _dot(x38, S, RANGE, PRECISION)
+        x37 = _load_rows(x37_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x38 = x37 @ S
+        x38 = _dot(x37, S, RANGE, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x40 = U + x39
-        x40 = U + x39
+        # x39 = U + x38
+        x39 = U + x38
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x41 = Aqa @ x40
-        x41 = _dot(Aqa, x40, DOT, PRECISION)
+        # x40 = Aqa @ x39
+        x40 = _dot(Aqa, x39, DOT, PRECISION)
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # o = (x29 + x31) + -x41
-        o = (x29 + x31) + (-x41)
+        # o = (x29 + x31) + -x40
+        o = (x29 + x31) + (-x40)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x47 = KT^T @ x30
-        x47 = _dot(tl.trans(KT), x30, DOT, PRECISION)
+        # x46 = KT^T @ x30
+        x46 = _dot(tl.trans(KT), x30, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x49 = AT^T @ x40
-        x49 = _dot(tl.trans(AT), x40, DOT, PRECISION)
+        # x48 = AT^T @ x39
+        x48 = _dot(tl.trans(AT), x39, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x47) + -x49
-        S_next = ((S * Gc[:, None]) + x47) + (-x49)
+        # S_next = ((S * Gc) + x46) + -x48
+        S_next = ((S * Gc[:, None]) + x46) + (-x48)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -773,7 +773,7 @@ def _forward_scan(
 def _backward_prepare(
     eta_ptr,
     v_ptr,
-    Abk_ptr,
+    M3_ptr,
     E_ptr,
     k_ptr,
     g_ptr,
@@ -820,6 +820,9 @@ def _backward_prepare(
     row = tl.arange(0, C)
     in_c = row < T - start
     eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
+    # Abk = eta * M3
+    Abk = eta[:, None] * M3
     x6 = tl.zeros([C, ], tl.float32)
     x9 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
@@ -833,7 +836,6 @@ def _backward_prepare(
         j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
         # x9 = sum_K((j * j))
         x9 += tl.sum((j * j), 1)
-    Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
@@ -993,14 +995,14 @@ def _backward_scan(
         _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x166 = KT^T @ x
-        x166 = _dot(tl.trans(KT), x, DOT, PRECISION)
+        # x165 = KT^T @ x
+        x165 = _dot(tl.trans(KT), x, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x168 = AT^T @ x34
-        x168 = _dot(tl.trans(AT), x34, DOT, PRECISION)
+        # x167 = AT^T @ x34
+        x167 = _dot(tl.trans(AT), x34, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x166) + -x168
-        S_next = ((S * Gc[:, None]) + x166) + (-x168)
+        # S_next = ((S * Gc) + x165) + -x167
+        S_next = ((S * Gc[:, None]) + x165) + (-x167)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1070,15 +1072,15 @@ def _backward_reverse(
         x59 = (-x55) + x58
         _store_rows(x59_out + tile * C * V, x59, row, col_v, V, C, V, V % BV == 0)
         x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x171 = x32^T @ x59
-        x171 = _dot(tl.trans(x32), x59, RANGE, PRECISION)
+        # x170 = x32^T @ x59
+        x170 = _dot(tl.trans(x32), x59, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
-        # x173 = QL^T @ do
-        x173 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        # x172 = QL^T @ do
+        x172 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x171) + x173
-        dS_prev = ((dS * Gc[:, None]) + x171) + x173
+        # dS_prev = ((dS * Gc) + x170) + x172
+        dS_prev = ((dS * Gc[:, None]) + x170) + x172
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -1099,6 +1101,7 @@ def _backward_finish(
     x59_ptr,
     Gc_ptr,
     KT_ptr,
+    M3_ptr,
     Aqk_ptr,
     x35_out,
     dAqk_out,
@@ -1110,7 +1113,7 @@ def _backward_finish(
     x86_out,
     x94_out,
     dv_out,
-    x162_out,
+    x161_out,
     scale,
     T,
     NT,
@@ -1143,72 +1146,13 @@ def _backward_finish(
     in_c = row < T - start
     col_k = tl.arange(0, BK)
     in_k = col_k < K
-    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x4 = eta * k
-    x4 = eta[:, None] * k
-    # x6 = sum_K((x4 * x4))
-    x6 = tl.sum((x4 * x4), 1)
-    # x7 = sqrt(x6)
-    x7 = tl.sqrt(x6)
-    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x9 = sum_K((j * j))
-    x9 = tl.sum((j * j), 1)
-    # x10 = sqrt(x9)
-    x10 = tl.sqrt(x9)
-    # x11 = x7 * x10
-    x11 = x7 * x10
-    # x12 = x11 + -2.0
-    x12 = x11 + -2.0
-    # x18 = (x4 /0 x7) + -(j /0 x10)
-    x18 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None])) + (-tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None])))
-    # x20 = sum_K((x18 * x18))
-    x20 = tl.sum((x18 * x18), 1)
-    # x27 = -log((0.5 * (x11 + sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
-    x27 = -tl.log((0.5 * (x11 + tl.sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x28 = min(g, x27)
-    x28 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, g, x27[:, None])
-    x155 = tl.zeros([C, C, ], tl.float32)
-    # x155 = gram(k, k; x28, to, strict=True)
-    g_16 = _blocks(x28, C, BK)
-    operand_0_16 = _blocks(k, C, BK)
-    x155_16 = _block_zeros(C, 16)
-    lane = tl.arange(0, 16)
-    for level in range(3):
-        decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
-        edge_16 = _edge(lane, level)[None, :, :]
-        left_0_16 = (operand_0_16 * decay_16).to(DOT)
-        right_1_16 = (operand_0_16 * decay_16).to(DOT)
-        x155_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
-    # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
-    decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
-    second_16 = (lane >= 8)[None, :, None]
-    decay_left_16 = tl.where(second_16, decay_16, 0.0)
-    decay_right_16 = tl.where(second_16, 0.0, decay_16)
-    left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
-    right_1_16 = (operand_0_16 * decay_right_16).to(DOT)
-    x155_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-    x155 += _from_blocks(x155_16, C)
-    for level in range(4, LEVELS - 1):
-        decay = tl.exp(_sums(_reach(row, level, False), x28, FLOAT_PARTS))
-        edge = _edge(row, level)
-        left_0 = (k * decay).to(DOT)
-        right_1 = (k * decay).to(DOT)
-        x155 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
-    if LEVELS > 4:
-        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x28, FLOAT_PARTS))
-        second = (row >= C // 2)[:, None]
-        decay_left = tl.where(second, decay, 0.0)
-        decay_right = tl.where(second, 0.0, decay)
-        left_0 = (k * decay_left).to(DOT)
-        right_1 = (k * decay_right).to(DOT)
-        x155 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
+    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
     # x3 = E * eta^T
     x3 = E * eta[None, :]
-    # x156 = x3 @ x155
-    x156 = _dot(x3, x155, DOT, PRECISION)
+    M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
+    # x155 = x3 @ M3
+    x155 = _dot(x3, M3, DOT, PRECISION)
     x35 = tl.zeros([C, C, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
@@ -1220,7 +1164,7 @@ def _backward_finish(
     dGc = tl.zeros([BK, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-    x162 = tl.zeros([C, ], tl.float32)
+    x161 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -1256,25 +1200,50 @@ def _backward_finish(
         dGc += tl.sum(x92, 1)
         # x154 = KT @ dS
         x154 = _dot(KT, dS, RANGE, PRECISION)
-        # x157 = x156^T @ x59
-        x157 = _dot(tl.trans(x156), x59, DOT, PRECISION)
-        # x159 = Aqk^T @ do
-        x159 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        # x160 = (x154 + x157) + x159
-        x160 = (x154 + x157) + x159
-        # dv = x160 * eta
-        dv = x160 * eta[:, None]
+        # x156 = x155^T @ x59
+        x156 = _dot(tl.trans(x155), x59, DOT, PRECISION)
+        # x158 = Aqk^T @ do
+        x158 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        # x159 = (x154 + x156) + x158
+        x159 = (x154 + x156) + x158
+        # dv = x159 * eta
+        dv = x159 * eta[:, None]
         if NEED & 8:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        # x161 = x160 * v
-        x161 = x160 * v
-        # x162 = sum_V(x161)
-        x162 += tl.sum(x161, 1)
+        # x160 = x159 * v
+        x160 = x159 * v
+        # x161 = sum_V(x160)
+        x161 += tl.sum(x160, 1)
     _store_rows(x35_out + tile * C * C, x35, row, row, C, C, C, True)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
     _store_rows(x65_out + tile * C * C, x65, row, row, C, C, C, True)
-    tl.store(x162_out + tile * C + row, x162, mask=row < C)
+    tl.store(x161_out + tile * C + row, x161, mask=row < C)
+    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x4 = eta * k
+    x4 = eta[:, None] * k
+    # x6 = sum_K((x4 * x4))
+    x6 = tl.sum((x4 * x4), 1)
+    # x7 = sqrt(x6)
+    x7 = tl.sqrt(x6)
+    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x9 = sum_K((j * j))
+    x9 = tl.sum((j * j), 1)
+    # x10 = sqrt(x9)
+    x10 = tl.sqrt(x9)
+    # x11 = x7 * x10
+    x11 = x7 * x10
+    # x12 = x11 + -2.0
+    x12 = x11 + -2.0
+    # x18 = (x4 /0 x7) + -(j /0 x10)
+    x18 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None])) + (-tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None])))
+    # x20 = sum_K((x18 * x18))
+    x20 = tl.sum((x18 * x18), 1)
+    # x27 = -log((0.5 * (x11 + sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
+    x27 = -tl.log((0.5 * (x11 + tl.sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
+    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+    # x28 = min(g, x27)
+    x28 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, g, x27[:, None])
     # x29 = sum[to](x28)
     x29 = _sums(_keep_to(row), x28, FLOAT_PARTS)
     # x30 = exp(x29)
@@ -1317,11 +1286,272 @@ def _backward_finish_1(
     x69_ptr,
     x86_ptr,
     x94_ptr,
-    x162_ptr,
     dq_out,
+    x63_out,
+    x68_out,
+    x100_out,
+    x146_out,
+    x151_out,
+    x153_out,
+    dg_out,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    DOT: tl.constexpr,
+    RANGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+    GATE_PARTS: tl.constexpr,
+    FLOAT_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SAVE: tl.constexpr,
+    NEED: tl.constexpr,
+):
+    """One program a chunk and head."""
+    tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
+    head_v = tile % HV
+    head = head_v // (HV // H)
+    chunk = (tile // HV) % NT
+    batch = tile // HV // NT
+    start = chunk * C
+    row = tl.arange(0, C)
+    in_c = row < T - start
+    x35 = _load_rows(x35_ptr + tile * C * C, row, row, C, C, C, True)
+    # x36 = diagonal(-x35)
+    x36 = tl.sum(tl.where(row[:, None] == row[None, :], (-x35), 0.0), 1)
+    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
+    # x38 = diagonal(dAqk)
+    x38 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    x6 = tl.zeros([C, ], tl.float32)
+    x9 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x4 = eta * k
+        x4 = eta[:, None] * k
+        # x6 = sum_K((x4 * x4))
+        x6 += tl.sum((x4 * x4), 1)
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x9 = sum_K((j * j))
+        x9 += tl.sum((j * j), 1)
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x146 = x36 * (scale * q)
+        x146 = x36[:, None] * (scale * q)
+        _store_rows(x146_out + tile * C * K, x146, row, col_k, K, C, K, K % BK == 0)
+        x86 = _load_rows(x86_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x151 = -x86
+        x151 = -x86
+        _store_rows(x151_out + tile * C * K, x151, row, col_k, K, C, K, K % BK == 0)
+    # x7 = sqrt(x6)
+    x7 = tl.sqrt(x6)
+    # x10 = sqrt(x9)
+    x10 = tl.sqrt(x9)
+    x20 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x4 = eta * k
+        x4 = eta[:, None] * k
+        # x5 = x4 * x4
+        x5 = x4 * x4
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x8 = j * j
+        x8 = j * j
+        # x18 = (x4 /0 x7) + -(j /0 x10)
+        x18 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None])) + (-tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None])))
+        # x20 = sum_K((x18 * x18))
+        x20 += tl.sum((x18 * x18), 1)
+    # x11 = x7 * x10
+    x11 = x7 * x10
+    # x12 = x11 + -2.0
+    x12 = x11 + -2.0
+    # x27 = -log((0.5 * (x11 + sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
+    x27 = -tl.log((0.5 * (x11 + tl.sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
+    dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
+    x65 = _load_rows(x65_ptr + tile * C * C, row, row, C, C, C, True)
+    x100 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x4 = eta * k
+        x4 = eta[:, None] * k
+        # x5 = x4 * x4
+        x5 = x4 * x4
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x8 = j * j
+        x8 = j * j
+        # x18 = (x4 /0 x7) + -(j /0 x10)
+        x18 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None])) + (-tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None])))
+        # x19 = x18 * x18
+        x19 = x18 * x18
+        g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x28 = min(g, x27)
+        x28 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, g, x27[:, None])
+        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x51 = scale * q
+        x51 = scale * q
+        x44 = tl.zeros([C, BK, ], tl.float32)
+        x62 = tl.zeros([C, BK, ], tl.float32)
+        x68 = tl.zeros([C, BK, ], tl.float32)
+        x77 = tl.zeros([C, BK, ], tl.float32)
+        # x44 = gram_dx(dAqk, k; x28, to, strict=True)
+        # x44 -= gram_dx(x35, j; x28, to, strict=True)
+        # x68 = gram_dx(dAbk, k; x28, to, strict=True)
+        # x68 -= gram_dx(x65, j; x28, to, strict=True)
+        # x62 = gram_dy(dAqk, x51; x28, to, strict=True)
+        # x62 = gram_dy(dAbk, x4; x28, to, strict=True)
+        # x77 = gram_dy(x35, x51; x28, to, strict=True)
+        # x77 = gram_dy(x65, x4; x28, to, strict=True)
+        g_16 = _blocks(x28, C, BK)
+        operand_0_16 = _blocks(k, C, BK)
+        operand_1_16 = _blocks(j, C, BK)
+        operand_2_16 = _blocks(x51, C, BK)
+        operand_3_16 = _blocks(x4, C, BK)
+        cotangent_0_16 = _diagonal_blocks(dAqk, C)
+        cotangent_1_16 = _diagonal_blocks(x35, C)
+        cotangent_2_16 = _diagonal_blocks(dAbk, C)
+        cotangent_3_16 = _diagonal_blocks(x65, C)
+        x44_16 = _block_zeros(C, BK)
+        x68_16 = _block_zeros(C, BK)
+        x62_16 = _block_zeros(C, BK)
+        x77_16 = _block_zeros(C, BK)
+        lane = tl.arange(0, 16)
+        for level in range(3):
+            decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
+            edge_16 = _edge(lane, level)[None, :, :]
+            right_0_16 = (operand_0_16 * decay_16).to(DOT)
+            right_1_16 = (operand_1_16 * decay_16).to(DOT)
+            left_2_16 = (operand_2_16 * decay_16).to(DOT)
+            left_3_16 = (operand_3_16 * decay_16).to(DOT)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
+            x44_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x44_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+            x68_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, DOT, PRECISION)
+            x68_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, DOT, PRECISION)
+            x62_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x62_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            x77_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x77_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
+        decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
+        second_16 = (lane >= 8)[None, :, None]
+        decay_left_16 = tl.where(second_16, decay_16, 0.0)
+        decay_right_16 = tl.where(second_16, 0.0, decay_16)
+        right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
+        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
+        left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
+        left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
+        x44_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x44_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+        x68_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, DOT, PRECISION)
+        x68_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, DOT, PRECISION)
+        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x44 += tl.reshape(x44_16, [C, BK])
+        x68 += tl.reshape(x68_16, [C, BK])
+        x62 += tl.reshape(x62_16, [C, BK])
+        x77 += tl.reshape(x77_16, [C, BK])
+        for level in range(4, LEVELS - 1):
+            decay = tl.exp(_sums(_reach(row, level, False), x28, FLOAT_PARTS))
+            edge = _edge(row, level)
+            right_0 = (k * decay).to(DOT)
+            right_1 = (j * decay).to(DOT)
+            left_2 = (x51 * decay).to(DOT)
+            left_3 = (x4 * decay).to(DOT)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_1_edge = tl.where(edge, x35, 0.0).to(DOT)
+            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
+            cotangent_3_edge = tl.where(edge, x65, 0.0).to(DOT)
+            x44 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x44 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+            x68 += decay * _dot(cotangent_2_edge, right_0, DOT, PRECISION)
+            x68 -= decay * _dot(cotangent_3_edge, right_1, DOT, PRECISION)
+            x62 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
+            x62 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
+            x77 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            x77 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+        if LEVELS > 4:
+            decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x28, FLOAT_PARTS))
+            second = (row >= C // 2)[:, None]
+            decay_left = tl.where(second, decay, 0.0)
+            decay_right = tl.where(second, 0.0, decay)
+            right_0 = (k * decay_right).to(DOT)
+            right_1 = (j * decay_right).to(DOT)
+            left_2 = (x51 * decay_left).to(DOT)
+            left_3 = (x4 * decay_left).to(DOT)
+            x44 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
+            x44 -= decay_left * _dot(x35, right_1, DOT, PRECISION)
+            x68 += decay_left * _dot(dAbk, right_0, DOT, PRECISION)
+            x68 -= decay_left * _dot(x65, right_1, DOT, PRECISION)
+            x62 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
+            x62 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
+            x77 += decay_right * _dot(tl.trans(x35), left_2, DOT, PRECISION)
+            x77 += decay_right * _dot(tl.trans(x65), left_3, DOT, PRECISION)
+        _store_rows(x68_out + tile * C * K, x68, row, col_k, K, C, K, K % BK == 0)
+        x46 = _load_rows(x46_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dq = ((((x36 * j) + (x38 * k)) + x44) + x46) * scale
+        dq = ((((x36[:, None] * j) + (x38[:, None] * k)) + x44) + x46) * scale
+        if NEED & 1:
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+        x50 = _load_rows(x50_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x63 = (x50 + (x38 * x51)) + x62
+        x63 = (x50 + (x38[:, None] * x51)) + x62
+        _store_rows(x63_out + tile * C * K, x63, row, col_k, K, C, K, K % BK == 0)
+        x69 = _load_rows(x69_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x83 = sum[from](((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + -(k * x62)))
+        x83 = _running_from(((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + (-(k * x62))), row, EXACT)
+        x86 = _load_rows(x86_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x90 = sum[before](((x50 * k) + -(x86 * j)))
+        x90 = _running_before(((x50 * k) + (-(x86 * j))), row, EXACT)
+        x94 = tl.load(x94_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # x95 = (x83 + x90) + x94
+        x95 = (x83 + x90) + x94[None, :]
+        # x96 = [g <~ x27]
+        x96 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
+        # x100 = sum_K((x95 * (1.0 + -x96)))
+        x100 += tl.sum((x95 * (1.0 + (-x96))), 1)
+        # x153 = -x77
+        x153 = -x77
+        _store_rows(x153_out + tile * C * K, x153, row, col_k, K, C, K, K % BK == 0)
+        # dg = x95 * x96
+        dg = x95 * x96
+        if NEED & 16:
+            _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
+    tl.store(x100_out + tile * C + row, x100, mask=row < C)
+
+
+@_jit
+def _backward_finish_2(
+    x100_ptr,
+    eta_ptr,
+    k_ptr,
+    j_ptr,
+    x69_ptr,
+    x68_ptr,
+    x63_ptr,
+    x146_ptr,
+    x151_ptr,
+    x153_ptr,
+    x161_ptr,
     dk_out,
     dj_out,
-    dg_out,
     deta_out,
     scale,
     T,
@@ -1353,207 +1583,135 @@ def _backward_finish_1(
     start = chunk * C
     row = tl.arange(0, C)
     in_c = row < T - start
-    col_k = tl.arange(0, BK)
-    in_k = col_k < K
     eta = tl.load(eta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
-    k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x4 = eta * k
-    x4 = eta[:, None] * k
-    # x6 = sum_K((x4 * x4))
-    x6 = tl.sum((x4 * x4), 1)
+    x6 = tl.zeros([C, ], tl.float32)
+    x9 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x4 = eta * k
+        x4 = eta[:, None] * k
+        # x6 = sum_K((x4 * x4))
+        x6 += tl.sum((x4 * x4), 1)
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x9 = sum_K((j * j))
+        x9 += tl.sum((j * j), 1)
     # x7 = sqrt(x6)
     x7 = tl.sqrt(x6)
-    j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x9 = sum_K((j * j))
-    x9 = tl.sum((j * j), 1)
     # x10 = sqrt(x9)
     x10 = tl.sqrt(x9)
+    x20 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x4 = eta * k
+        x4 = eta[:, None] * k
+        # x5 = x4 * x4
+        x5 = x4 * x4
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x8 = j * j
+        x8 = j * j
+        # x18 = (x4 /0 x7) + -(j /0 x10)
+        x18 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None])) + (-tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None])))
+        # x20 = sum_K((x18 * x18))
+        x20 += tl.sum((x18 * x18), 1)
     # x11 = x7 * x10
     x11 = x7 * x10
     # x12 = x11 + -2.0
     x12 = x11 + -2.0
     # x14 = 2.0 * x11
     x14 = 2.0 * x11
-    # x15 = x4 /0 x7
-    x15 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))
-    # x16 = j /0 x10
-    x16 = tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))
-    # x18 = x15 + -x16
-    x18 = x15 + (-x16)
-    # x20 = sum_K((x18 * x18))
-    x20 = tl.sum((x18 * x18), 1)
     # x23 = sqrt(((x12 * x12) + (x14 * x20)))
     x23 = tl.sqrt(((x12 * x12) + (x14 * x20)))
-    # x25 = 0.5 * (x11 + x23)
-    x25 = 0.5 * (x11 + x23)
-    # x27 = -log(x25)
-    x27 = -tl.log(x25)
-    g = _load_rows(g_ptr + ((batch * T + start) * HV + head_v) * K, row, col_k, HV * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x28 = min(g, x27)
-    x28 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, g, x27[:, None])
-    q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
-    # x51 = scale * q
-    x51 = scale * q
-    dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
-    x35 = _load_rows(x35_ptr + tile * C * C, row, row, C, C, C, True)
-    x44 = tl.zeros([C, BK, ], tl.float32)
-    dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    x62 = tl.zeros([C, BK, ], tl.float32)
-    x65 = _load_rows(x65_ptr + tile * C * C, row, row, C, C, C, True)
-    x68 = tl.zeros([C, BK, ], tl.float32)
-    x77 = tl.zeros([C, BK, ], tl.float32)
-    # x44 = gram_dx(dAqk, k; x28, to, strict=True)
-    # x44 -= gram_dx(x35, j; x28, to, strict=True)
-    # x68 = gram_dx(dAbk, k; x28, to, strict=True)
-    # x68 -= gram_dx(x65, j; x28, to, strict=True)
-    # x62 = gram_dy(dAqk, x51; x28, to, strict=True)
-    # x62 = gram_dy(dAbk, x4; x28, to, strict=True)
-    # x77 = gram_dy(x35, x51; x28, to, strict=True)
-    # x77 = gram_dy(x65, x4; x28, to, strict=True)
-    g_16 = _blocks(x28, C, BK)
-    operand_0_16 = _blocks(k, C, BK)
-    operand_1_16 = _blocks(j, C, BK)
-    operand_2_16 = _blocks(x51, C, BK)
-    operand_3_16 = _blocks(x4, C, BK)
-    cotangent_0_16 = _diagonal_blocks(dAqk, C)
-    cotangent_1_16 = _diagonal_blocks(x35, C)
-    cotangent_2_16 = _diagonal_blocks(dAbk, C)
-    cotangent_3_16 = _diagonal_blocks(x65, C)
-    x44_16 = _block_zeros(C, BK)
-    x68_16 = _block_zeros(C, BK)
-    x62_16 = _block_zeros(C, BK)
-    x77_16 = _block_zeros(C, BK)
-    lane = tl.arange(0, 16)
-    for level in range(3):
-        decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
-        edge_16 = _edge(lane, level)[None, :, :]
-        right_0_16 = (operand_0_16 * decay_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_16).to(DOT)
-        left_2_16 = (operand_2_16 * decay_16).to(DOT)
-        left_3_16 = (operand_3_16 * decay_16).to(DOT)
-        cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-        cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-        cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
-        cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-        x44_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-        x44_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
-        x68_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, DOT, PRECISION)
-        x68_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, DOT, PRECISION)
-        x62_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x62_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x77_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x77_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-    # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
-    decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
-    second_16 = (lane >= 8)[None, :, None]
-    decay_left_16 = tl.where(second_16, decay_16, 0.0)
-    decay_right_16 = tl.where(second_16, 0.0, decay_16)
-    right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
-    right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-    left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-    left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
-    x44_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-    x44_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
-    x68_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, DOT, PRECISION)
-    x68_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, DOT, PRECISION)
-    x62_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-    x62_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-    x77_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-    x77_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-    x44 += tl.reshape(x44_16, [C, BK])
-    x68 += tl.reshape(x68_16, [C, BK])
-    x62 += tl.reshape(x62_16, [C, BK])
-    x77 += tl.reshape(x77_16, [C, BK])
-    for level in range(4, LEVELS - 1):
-        decay = tl.exp(_sums(_reach(row, level, False), x28, FLOAT_PARTS))
-        edge = _edge(row, level)
-        right_0 = (k * decay).to(DOT)
-        right_1 = (j * decay).to(DOT)
-        left_2 = (x51 * decay).to(DOT)
-        left_3 = (x4 * decay).to(DOT)
-        cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-        cotangent_1_edge = tl.where(edge, x35, 0.0).to(DOT)
-        cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
-        cotangent_3_edge = tl.where(edge, x65, 0.0).to(DOT)
-        x44 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-        x44 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
-        x68 += decay * _dot(cotangent_2_edge, right_0, DOT, PRECISION)
-        x68 -= decay * _dot(cotangent_3_edge, right_1, DOT, PRECISION)
-        x62 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
-        x62 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
-        x77 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
-        x77 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
-    if LEVELS > 4:
-        decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x28, FLOAT_PARTS))
-        second = (row >= C // 2)[:, None]
-        decay_left = tl.where(second, decay, 0.0)
-        decay_right = tl.where(second, 0.0, decay)
-        right_0 = (k * decay_right).to(DOT)
-        right_1 = (j * decay_right).to(DOT)
-        left_2 = (x51 * decay_left).to(DOT)
-        left_3 = (x4 * decay_left).to(DOT)
-        x44 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
-        x44 -= decay_left * _dot(x35, right_1, DOT, PRECISION)
-        x68 += decay_left * _dot(dAbk, right_0, DOT, PRECISION)
-        x68 -= decay_left * _dot(x65, right_1, DOT, PRECISION)
-        x62 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
-        x62 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
-        x77 += decay_right * _dot(tl.trans(x35), left_2, DOT, PRECISION)
-        x77 += decay_right * _dot(tl.trans(x65), left_3, DOT, PRECISION)
-    # x36 = diagonal(-x35)
-    x36 = tl.sum(tl.where(row[:, None] == row[None, :], (-x35), 0.0), 1)
-    # x38 = diagonal(dAqk)
-    x38 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
-    x46 = _load_rows(x46_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # dq = ((((x36 * j) + (x38 * k)) + x44) + x46) * scale
-    dq = ((((x36[:, None] * j) + (x38[:, None] * k)) + x44) + x46) * scale
-    if NEED & 1:
-        _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
-    x69 = _load_rows(x69_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x83 = sum[from](((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + -(k * x62)))
-    x83 = _running_from(((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + (-(k * x62))), row, EXACT)
-    x50 = _load_rows(x50_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    x86 = _load_rows(x86_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-    # x90 = sum[before](((x50 * k) + -(x86 * j)))
-    x90 = _running_before(((x50 * k) + (-(x86 * j))), row, EXACT)
-    x94 = tl.load(x94_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x95 = (x83 + x90) + x94
-    x95 = (x83 + x90) + x94[None, :]
-    # x96 = [g <~ x27]
-    x96 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
-    # x100 = sum_K((x95 * (1.0 + -x96)))
-    x100 = tl.sum((x95 * (1.0 + (-x96))), 1)
-    # x102 = (x100 / x25) * 0.5
-    x102 = (x100 / x25) * 0.5
+    x100 = tl.load(x100_ptr + tile * C + row, mask=row < C, other=0.0)
+    # x102 = (x100 / (0.5 * (x11 + x23))) * 0.5
+    x102 = (x100 / (0.5 * (x11 + x23))) * 0.5
     # x105 = -(0.5 * x102) /0 x23
     x105 = tl.where(x23 == 0, 0.0, (-(0.5 * x102)) / tl.where(x23 == 0, 1.0, x23))
-    # x108 = (x105 * x14) * (x18 + x18)
-    x108 = (x105 * x14)[:, None] * (x18 + x18)
-    # x111 = sum_K(((x108 * x15) /0 x7))
-    x111 = tl.sum(tl.where(x7[:, None] == 0, 0.0, (x108 * x15) / tl.where(x7[:, None] == 0, 1.0, x7[:, None])), 1)
+    # x106 = x105 * x14
+    x106 = x105 * x14
+    x111 = tl.zeros([C, ], tl.float32)
+    x138 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x4 = eta * k
+        x4 = eta[:, None] * k
+        # x5 = x4 * x4
+        x5 = x4 * x4
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x8 = j * j
+        x8 = j * j
+        # x15 = x4 /0 x7
+        x15 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))
+        # x16 = j /0 x10
+        x16 = tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))
+        # x18 = x15 + -x16
+        x18 = x15 + (-x16)
+        # x19 = x18 * x18
+        x19 = x18 * x18
+        # x108 = x106 * (x18 + x18)
+        x108 = x106[:, None] * (x18 + x18)
+        # x111 = sum_K(((x108 * x15) /0 x7))
+        x111 += tl.sum(tl.where(x7[:, None] == 0, 0.0, (x108 * x15) / tl.where(x7[:, None] == 0, 1.0, x7[:, None])), 1)
+        # x138 = sum_K((-(x108 * x16) /0 x10))
+        x138 += tl.sum(tl.where(x10[:, None] == 0, 0.0, (-(x108 * x16)) / tl.where(x10[:, None] == 0, 1.0, x10[:, None])), 1)
     # x122 = (-x102 + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
     x122 = ((-x102) + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
-    # x133 = (((((0.5 * (-x111 + (x122 * x10))) /0 x7) * (eta * (k + k))) + x69) + (x108 /0 x7)) + x68
-    x133 = (((tl.where(x7 == 0, 0.0, (0.5 * ((-x111) + (x122 * x10))) / tl.where(x7 == 0, 1.0, x7))[:, None] * (eta[:, None] * (k + k))) + x69) + tl.where(x7[:, None] == 0, 0.0, x108 / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))) + x68
-    # dk = ((x50 + (x38 * x51)) + x62) + (x133 * eta)
-    dk = ((x50 + (x38[:, None] * x51)) + x62) + (x133 * eta[:, None])
-    if NEED & 2:
-        _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # x138 = sum_K((-(x108 * x16) /0 x10))
-    x138 = tl.sum(tl.where(x10[:, None] == 0, 0.0, (-(x108 * x16)) / tl.where(x10[:, None] == 0, 1.0, x10[:, None])), 1)
-    # dj = ((((((0.5 * (-x138 + (x122 * x7))) /0 x10) * (j + j)) + (x36 * x51)) + (-x108 /0 x10)) + -x86) + -x77
-    dj = ((((tl.where(x10 == 0, 0.0, (0.5 * ((-x138) + (x122 * x7))) / tl.where(x10 == 0, 1.0, x10))[:, None] * (j + j)) + (x36[:, None] * x51)) + tl.where(x10[:, None] == 0, 0.0, (-x108) / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))) + (-x86)) + (-x77)
-    if NEED & 4:
-        _store_rows(dj_out + ((batch * T + start) * HV + head_v) * K, dj, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # dg = x95 * x96
-    dg = x95 * x96
-    if NEED & 16:
-        _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, T - start, K, K % BK == 0)
-    # x164 = sum_K((x133 * k))
-    x164 = tl.sum((x133 * k), 1)
-    x162 = tl.load(x162_ptr + tile * C + row, mask=row < C, other=0.0)
-    # deta = x162 + x164
-    deta = x162 + x164
+    # x126 = (0.5 * (-x111 + (x122 * x10))) /0 x7
+    x126 = tl.where(x7 == 0, 0.0, (0.5 * ((-x111) + (x122 * x10))) / tl.where(x7 == 0, 1.0, x7))
+    # x143 = (0.5 * (-x138 + (x122 * x7))) /0 x10
+    x143 = tl.where(x10 == 0, 0.0, (0.5 * ((-x138) + (x122 * x7))) / tl.where(x10 == 0, 1.0, x10))
+    x163 = tl.zeros([C, ], tl.float32)
+    for k0 in range(0, K, BK):
+        col_k = k0 + tl.arange(0, BK)
+        in_k = col_k < K
+        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x4 = eta * k
+        x4 = eta[:, None] * k
+        # x5 = x4 * x4
+        x5 = x4 * x4
+        j = _load_rows(j_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        # x8 = j * j
+        x8 = j * j
+        # x15 = x4 /0 x7
+        x15 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))
+        # x16 = j /0 x10
+        x16 = tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))
+        # x18 = x15 + -x16
+        x18 = x15 + (-x16)
+        # x19 = x18 * x18
+        x19 = x18 * x18
+        # x108 = x106 * (x18 + x18)
+        x108 = x106[:, None] * (x18 + x18)
+        # x110 = (x108 * x15) /0 x7
+        x110 = tl.where(x7[:, None] == 0, 0.0, (x108 * x15) / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))
+        x69 = _load_rows(x69_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x68 = _load_rows(x68_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x133 = (((x126 * (eta * (k + k))) + x69) + (x108 /0 x7)) + x68
+        x133 = (((x126[:, None] * (eta[:, None] * (k + k))) + x69) + tl.where(x7[:, None] == 0, 0.0, x108 / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))) + x68
+        x63 = _load_rows(x63_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dk = x63 + (x133 * eta)
+        dk = x63 + (x133 * eta[:, None])
+        if NEED & 2:
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x137 = -(x108 * x16) /0 x10
+        x137 = tl.where(x10[:, None] == 0, 0.0, (-(x108 * x16)) / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))
+        x146 = _load_rows(x146_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x151 = _load_rows(x151_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x153 = _load_rows(x153_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dj = ((((x143 * (j + j)) + x146) + (-x108 /0 x10)) + x151) + x153
+        dj = ((((x143[:, None] * (j + j)) + x146) + tl.where(x10[:, None] == 0, 0.0, (-x108) / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))) + x151) + x153
+        if NEED & 4:
+            _store_rows(dj_out + ((batch * T + start) * HV + head_v) * K, dj, row, col_k, HV * K, T - start, K, K % BK == 0)
+        # x163 = sum_K((x133 * k))
+        x163 += tl.sum((x133 * k), 1)
+    x161 = tl.load(x161_ptr + tile * C + row, mask=row < C, other=0.0)
+    # deta = x161 + x163
+    deta = x161 + x163
     if NEED & 32:
         tl.store(deta_out + ((batch * T + start) * HV + head_v) + row * HV, deta, mask=in_c)
 
@@ -1575,6 +1733,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
             "reverse": (0, 64, 4, 3, 0),
             "finish": (0, 128, 8, 1, 0),
             "finish_1": (32, 64, 4, 1, 0),
+            "finish_2": (32, 64, 4, 1, 0),
         },
     ),
     (
@@ -1588,6 +1747,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
             "reverse": (0, 64, 8, 3, 0),
             "finish": (0, 64, 8, 1, 0),
             "finish_1": (64, 64, 8, 1, 0),
+            "finish_2": (32, 64, 4, 1, 0),
         },
     ),
     (
@@ -1601,11 +1761,12 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
             "reverse": (0, 32, 4, 3, 0),
             "finish": (0, 32, 4, 1, 0),
             "finish_1": (64, 32, 4, 1, 0),
+            "finish_2": (64, 32, 4, 1, 0),
         },
     ),
 )
-_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish', 'backward.finish_1')
-_WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare')
+_WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
+_WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1', 'backward.finish_2')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1675,8 +1836,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
         least = 16 if wide else 64
         BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
-        if key in _WALK_K:
-            BK = min(block_k, BK)
+        if key in _WALK_K:  # half the keys at a time where shared memory is small (the products' least side is 16 there)
+            BK = min(block_k if limit >= 200 * 1024 else block_k // 2, BK)
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
             tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
@@ -1714,9 +1875,9 @@ def _forward_triton(
     initial = none if initial_state is None else initial_state.contiguous()
     x30 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    Abk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
+    M3 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=summed)
-    x38 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    x37 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
@@ -1735,9 +1896,9 @@ def _forward_triton(
             g,
             x30,
             E,
-            Abk,
+            M3,
             U,
-            x38,
+            x37,
             Gc,
             KT,
             AT,
@@ -1779,7 +1940,7 @@ def _forward_triton(
             B * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
             x31,
-            x38,
+            x37,
             U,
             Aqa,
             Gc,
@@ -1801,7 +1962,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), Abk if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), M3 if save else q.new_empty((0,)), ]
 
 
 def _backward_triton(
@@ -1817,7 +1978,7 @@ def _backward_triton(
     Aqk: Tensor,
     Aqa: Tensor,
     E: Tensor,
-    Abk: Tensor,
+    M3: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -1856,7 +2017,7 @@ def _backward_triton(
                 B * NT * HV,
                 eta,
                 v,
-                Abk,
+                M3,
                 E,
                 k,
                 g,
@@ -1948,7 +2109,7 @@ def _backward_triton(
             x69 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x86 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x94 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x162 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x161 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1965,6 +2126,7 @@ def _backward_triton(
                 x59,
                 Gc,
                 KT,
+                M3,
                 Aqk,
                 x35,
                 dAqk,
@@ -1976,7 +2138,7 @@ def _backward_triton(
                 x86,
                 x94,
                 dv,
-                x162,
+                x161,
                 scale,
                 T,
                 NT,
@@ -1988,6 +2150,12 @@ def _backward_triton(
                 **own["backward.finish"],
             )
         if needs & 55:
+            x63 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x68 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x100 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x146 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x151 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x153 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
@@ -2005,12 +2173,14 @@ def _backward_triton(
                 x69,
                 x86,
                 x94,
-                x162,
                 dq,
-                dk,
-                dj,
+                x63,
+                x68,
+                x100,
+                x146,
+                x151,
+                x153,
                 dg,
-                deta,
                 scale,
                 T,
                 NT,
@@ -2020,6 +2190,34 @@ def _backward_triton(
                 NEED=needs,
                 **shared,
                 **own["backward.finish_1"],
+            )
+        if needs & 38:
+            _launch(
+                _backward_finish_2,
+                B * NT * HV,
+                x100,
+                eta,
+                k,
+                j,
+                x69,
+                x68,
+                x63,
+                x146,
+                x151,
+                x153,
+                x161,
+                dk,
+                dj,
+                deta,
+                scale,
+                T,
+                NT,
+                H,
+                HV,
+                SAVE=True,
+                NEED=needs,
+                **shared,
+                **own["backward.finish_2"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dj, j), _grouped(dv, v), _grouped(dg, g), _grouped(deta, eta), dh0]
 
@@ -2236,36 +2434,34 @@ def _forward_torch(
     x26 = torch.where(x25[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps, g, x25[..., :, None])
     # x33 = gram(k, j; x26, to, strict=True)
     x33 = _gram(k, j, x26, False, True)
-    # x34 = gram(k, k; x26, to, strict=True)
-    x34 = _gram(k, k, x26, False, True)
-    # x43 = sum[all](x26)
-    x43 = x26.sum(-2)
-    # Gc = exp(x43)
-    Gc = torch.exp(x43)
-    # x45 = sum[after](x26)
-    x45 = _run(x26, 'after')
-    # x46 = exp(x45)
-    x46 = torch.exp(x45)
-    # KT = k * x46
-    KT = k * x46
-    # AT = j * x46
-    AT = j * x46
+    # M3 = gram(k, k; x26, to, strict=True)
+    M3 = _gram(k, k, x26, False, True)
+    # x42 = sum[all](x26)
+    x42 = x26.sum(-2)
+    # Gc = exp(x42)
+    Gc = torch.exp(x42)
+    # x44 = sum[after](x26)
+    x44 = _run(x26, 'after')
+    # x45 = exp(x44)
+    x45 = torch.exp(x44)
+    # KT = k * x45
+    KT = k * x45
+    # AT = j * x45
+    AT = j * x45
     # E = inverse((eta * x33))
     E = _inverse_of((eta[..., :, None] * x33))
-    # Abk = eta * x34
-    Abk = eta[..., :, None] * x34
-    # x36 = E * eta^T
-    x36 = E * eta[..., None, :]
+    # x35 = E * eta^T
+    x35 = E * eta[..., None, :]
     # x27 = sum[to](x26)
     x27 = _run(x26, 'to')
     # x28 = exp(x27)
     x28 = torch.exp(x27)
-    # x38 = x36 @ (k * x28)
-    x38 = x36 @ (k * x28)
-    # x35 = Abk @ x30
-    x35 = Abk @ x30
-    # U = E @ x35
-    U = E @ x35
+    # x37 = x35 @ (k * x28)
+    x37 = x35 @ (k * x28)
+    # x34 = (eta * M3) @ x30
+    x34 = (eta[..., :, None] * M3) @ x30
+    # U = E @ x34
+    U = E @ x34
     # x = scale * q
     x = scale * q
     # QL = x * x28
@@ -2281,7 +2477,7 @@ def _forward_torch(
     for chunk in range(NT):
         QL_here = QL[:, chunk]
         x31_here = x31[:, chunk]
-        x38_here = x38[:, chunk]
+        x37_here = x37[:, chunk]
         U_here = U[:, chunk]
         Aqa_here = Aqa[:, chunk]
         Gc_here = Gc[:, chunk]
@@ -2290,26 +2486,26 @@ def _forward_torch(
         AT_here = AT[:, chunk]
         # x29 = QL @ S
         x29 = QL_here @ S
-        # x39 = x38 @ S
-        x39 = x38_here @ S
-        # x40 = U + x39
-        x40 = U_here + x39
-        # x41 = Aqa @ x40
-        x41 = Aqa_here @ x40
-        # o = (x29 + x31) + -x41
-        o = (x29 + x31_here) + (-x41)
-        # x47 = KT^T @ x30
-        x47 = KT_here.mT @ x30_here
-        # x49 = AT^T @ x40
-        x49 = AT_here.mT @ x40
-        # S_next = ((S * Gc) + x47) + -x49
-        S_next = ((S * Gc_here[..., :, None]) + x47) + (-x49)
+        # x38 = x37 @ S
+        x38 = x37_here @ S
+        # x39 = U + x38
+        x39 = U_here + x38
+        # x40 = Aqa @ x39
+        x40 = Aqa_here @ x39
+        # o = (x29 + x31) + -x40
+        o = (x29 + x31_here) + (-x40)
+        # x46 = KT^T @ x30
+        x46 = KT_here.mT @ x30_here
+        # x48 = AT^T @ x39
+        x48 = AT_here.mT @ x39
+        # S_next = ((S * Gc) + x46) + -x48
+        S_next = ((S * Gc_here[..., :, None]) + x46) + (-x48)
         o_all.append(o)
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
     final_state = end_S.clone() if output_final_state else like.new_empty((0,))
-    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), Abk.contiguous() if save else like.new_empty((0,)), ]
+    return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), M3.contiguous() if save else like.new_empty((0,)), ]
 
 
 def _backward_torch(
@@ -2325,7 +2521,7 @@ def _backward_torch(
     Aqk: Tensor,
     Aqa: Tensor,
     E: Tensor,
-    Abk: Tensor,
+    M3: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
@@ -2355,8 +2551,8 @@ def _backward_torch(
     if needs & 55:
         # x = eta * v
         x = eta[..., :, None] * v
-        # x2 = Abk @ x
-        x2 = Abk @ x
+        # x2 = (eta * M3) @ x
+        x2 = (eta[..., :, None] * M3) @ x
         # U = E @ x2
         U = E @ x2
     if needs & 126:
@@ -2446,12 +2642,12 @@ def _backward_torch(
             x33 = x32_here @ S
             # x34 = U + x33
             x34 = U_here + x33
-            # x166 = KT^T @ x
-            x166 = KT_here.mT @ x_here
-            # x168 = AT^T @ x34
-            x168 = AT_here.mT @ x34
-            # S_next = ((S * Gc) + x166) + -x168
-            S_next = ((S * Gc_here[..., :, None]) + x166) + (-x168)
+            # x165 = KT^T @ x
+            x165 = KT_here.mT @ x_here
+            # x167 = AT^T @ x34
+            x167 = AT_here.mT @ x34
+            # S_next = ((S * Gc) + x165) + -x167
+            S_next = ((S * Gc_here[..., :, None]) + x165) + (-x167)
             x34_all.append(x34)
             S = S_next
         end_S = S
@@ -2473,22 +2669,20 @@ def _backward_torch(
             x55 = AT_here @ dS
             # x59 = -x55 + x58
             x59 = (-x55) + x58_here
-            # x171 = x32^T @ x59
-            x171 = x32_here.mT @ x59
-            # x173 = QL^T @ do
-            x173 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x171) + x173
-            dS_prev = ((dS * Gc_here[..., :, None]) + x171) + x173
+            # x170 = x32^T @ x59
+            x170 = x32_here.mT @ x59
+            # x172 = QL^T @ do
+            x172 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x170) + x172
+            dS_prev = ((dS * Gc_here[..., :, None]) + x170) + x172
             x59_all.append(x59)
             dS = dS_prev
         end_dS = dS
         x59 = _stack(x59_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 40:
-        # x155 = gram(k, k; x28, to, strict=True)
-        x155 = _gram(k, k, x28, False, True)
-        # x156 = x3 @ x155
-        x156 = x3 @ x155
+        # x155 = x3 @ M3
+        x155 = x3 @ M3
     if needs & 55:
         # x35 = do @ x34^T
         x35 = do @ x34.mT
@@ -2516,20 +2710,20 @@ def _backward_torch(
     if needs & 40:
         # x154 = KT @ dS
         x154 = KT @ dS
-        # x157 = x156^T @ x59
-        x157 = x156.mT @ x59
-        # x159 = Aqk^T @ do
-        x159 = Aqk.mT @ do
-        # x160 = (x154 + x157) + x159
-        x160 = (x154 + x157) + x159
+        # x156 = x155^T @ x59
+        x156 = x155.mT @ x59
+        # x158 = Aqk^T @ do
+        x158 = Aqk.mT @ do
+        # x159 = (x154 + x156) + x158
+        x159 = (x154 + x156) + x158
     if needs & 8:
-        # dv = x160 * eta
-        dv = x160 * eta[..., :, None]
+        # dv = x159 * eta
+        dv = x159 * eta[..., :, None]
     if needs & 32:
-        # x161 = x160 * v
-        x161 = x160 * v
-        # x162 = sum_V(x161)
-        x162 = x161.sum(-1)
+        # x160 = x159 * v
+        x160 = x159 * v
+        # x161 = sum_V(x160)
+        x161 = x160.sum(-1)
     if needs & 55:
         # x46 = dQL * x30
         x46 = dQL * x30
@@ -2548,6 +2742,11 @@ def _backward_torch(
     if needs & 3:
         # x38 = diagonal(dAqk)
         x38 = dAqk.diagonal(dim1=-2, dim2=-1)
+    if needs & 4:
+        # x146 = x36 * x51
+        x146 = x36[..., :, None] * x51
+        # x151 = -x86
+        x151 = -x86
     if needs & 55:
         # x41 = gram_dx(dAqk, k; x28, to, strict=True)
         x41 = _gram_dx(dAqk, k, x28, False)
@@ -2565,6 +2764,10 @@ def _backward_torch(
         x61 = _gram_dy(dAbk, x4, x28, False)
         # x62 = x54 + x61
         x62 = x54 + x61
+    if needs & 2:
+        # x63 = (x50 + (x38 * x51)) + x62
+        x63 = (x50 + (x38[..., :, None] * x51)) + x62
+    if needs & 54:
         # x64 = gram_dx(dAbk, k; x28, to, strict=True)
         x64 = _gram_dx(dAbk, k, x28, False)
         # x66 = gram_dx(x65, j; x28, to, strict=True)
@@ -2588,6 +2791,13 @@ def _backward_torch(
     if needs & 38:
         # x100 = sum_K((x95 * (1.0 + -x96)))
         x100 = (x95 * (1.0 + (-x96))).sum(-1)
+    if needs & 4:
+        # x153 = -x77
+        x153 = -x77
+    if needs & 16:
+        # dg = x95 * x96
+        dg = x95 * x96
+    if needs & 38:
         # x102 = (x100 / x25) * 0.5
         x102 = (x100 / x25) * 0.5
         # x105 = -(0.5 * x102) /0 x23
@@ -2597,6 +2807,9 @@ def _backward_torch(
     if needs & 34:
         # x111 = sum_K(((x108 * x15) /0 x7))
         x111 = torch.where(x7[..., :, None] == 0, 0, (x108 * x15) / torch.where(x7[..., :, None] == 0, 1, x7[..., :, None])).sum(-1)
+    if needs & 4:
+        # x138 = sum_K((-(x108 * x16) /0 x10))
+        x138 = torch.where(x10[..., :, None] == 0, 0, (-(x108 * x16)) / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None])).sum(-1)
     if needs & 38:
         # x122 = (-x102 + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
         x122 = ((-x102) + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
@@ -2604,21 +2817,16 @@ def _backward_torch(
         # x133 = (((((0.5 * (-x111 + (x122 * x10))) /0 x7) * (eta * (k + k))) + x69) + (x108 /0 x7)) + x68
         x133 = (((torch.where(x7 == 0, 0, (0.5 * ((-x111) + (x122 * x10))) / torch.where(x7 == 0, 1, x7))[..., :, None] * (eta[..., :, None] * (k + k))) + x69) + torch.where(x7[..., :, None] == 0, 0, x108 / torch.where(x7[..., :, None] == 0, 1, x7[..., :, None]))) + x68
     if needs & 2:
-        # dk = ((x50 + (x38 * x51)) + x62) + (x133 * eta)
-        dk = ((x50 + (x38[..., :, None] * x51)) + x62) + (x133 * eta[..., :, None])
+        # dk = x63 + (x133 * eta)
+        dk = x63 + (x133 * eta[..., :, None])
     if needs & 4:
-        # x138 = sum_K((-(x108 * x16) /0 x10))
-        x138 = torch.where(x10[..., :, None] == 0, 0, (-(x108 * x16)) / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None])).sum(-1)
-        # dj = ((((((0.5 * (-x138 + (x122 * x7))) /0 x10) * (j + j)) + (x36 * x51)) + (-x108 /0 x10)) + -x86) + -x77
-        dj = ((((torch.where(x10 == 0, 0, (0.5 * ((-x138) + (x122 * x7))) / torch.where(x10 == 0, 1, x10))[..., :, None] * (j + j)) + (x36[..., :, None] * x51)) + torch.where(x10[..., :, None] == 0, 0, (-x108) / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None]))) + (-x86)) + (-x77)
-    if needs & 16:
-        # dg = x95 * x96
-        dg = x95 * x96
+        # dj = ((((((0.5 * (-x138 + (x122 * x7))) /0 x10) * (j + j)) + x146) + (-x108 /0 x10)) + x151) + x153
+        dj = ((((torch.where(x10 == 0, 0, (0.5 * ((-x138) + (x122 * x7))) / torch.where(x10 == 0, 1, x10))[..., :, None] * (j + j)) + x146) + torch.where(x10[..., :, None] == 0, 0, (-x108) / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None]))) + x151) + x153
     if needs & 32:
-        # x164 = sum_K((x133 * k))
-        x164 = (x133 * k).sum(-1)
-        # deta = x162 + x164
-        deta = x162 + x164
+        # x163 = sum_K((x133 * k))
+        x163 = (x133 * k).sum(-1)
+        # deta = x161 + x163
+        deta = x161 + x163
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),
