@@ -166,7 +166,7 @@ def load(variant: str) -> ModuleType:
 
 
 def launches(case: Case) -> list[Launch]:
-    """Every launch of a training step, forward then backward, in order."""
+    """Every launch of a training step, forward then backward, in order, and of a token step."""
     module = load(case.variant)
     noted: list[Launch] = []
     seen: dict[str, int] = {}
@@ -191,9 +191,11 @@ def _train(module: ModuleType, case: Case) -> None:
         for _, role, heads, axes in module._STREAMS
     ]
     state = torch.zeros(B, H, case.size, case.size)
-    o, final, *saved = module._forward_triton(*streams, state, 0.125, True, True)
+    o, final, *saved = module._forward_triton(*streams, state, None, None, 0.125, True, True)
     everything = (1 << (len(streams) + 1)) - 1
-    module._backward_triton(torch.zeros_like(o), final, *streams, state, *saved, 0.125, everything)
+    module._backward_triton(torch.zeros_like(o), final, *streams, state, None, None, *saved, 0.125, everything)
+    pool = state.expand(3, -1, -1, -1)
+    module._step_triton(*(x[0, :3] for x in streams), pool, pool, torch.arange(3), 0.125)
 
 
 @contextmanager

@@ -323,9 +323,9 @@ def launches(
     plain = [x.detach() for x in streams]
     needs = (1 << len(plain) + (h0 is not None)) - 1
     with recorded(module, launch) as found:
-        results = module._forward_triton(*plain, h0, scale, final, save)
+        results = module._forward_triton(*plain, h0, None, None, scale, final, save)
         if save:
-            module._backward_triton(do, dht, *plain, h0, *results[2:], scale, needs)
+            module._backward_triton(do, dht, *plain, h0, None, None, *results[2:], scale, needs)
     return found
 
 

@@ -212,7 +212,7 @@ class Bench:
         class Interpreted(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, scale: float, *streams: Any) -> Any:
-                o, _, *saved = module._forward_triton(*streams, None, scale, False, True)
+                o, _, *saved = module._forward_triton(*streams, None, None, None, scale, False, True)
                 ctx.save_for_backward(*streams, *saved)
                 ctx.scale, ctx.count = scale, len(streams)
                 return o
@@ -221,7 +221,7 @@ class Bench:
             def backward(ctx: Any, *cotangents: Any) -> Any:
                 streams, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
                 needs = (1 << ctx.count) - 1
-                grads = module._backward_triton(*cotangents, None, *streams, None, *saved, ctx.scale, needs)
+                grads = module._backward_triton(*cotangents, None, *streams, None, None, None, *saved, ctx.scale, needs)
                 return (None, *grads[: ctx.count])
 
         return lambda *streams, scale, **_: (Interpreted.apply(scale, *streams), None)

@@ -141,7 +141,7 @@ def _is_exponent(n: Node) -> bool:
 def _triton_spread(n: Node, args: list[str]) -> str:
     number = literal(n)
     value = f"{number!r}" if number is not None else _aligned(args[0], n.args[0].axes, n.axes)
-    return f"tl.zeros({_shape(n.axes, _BLOCK)}, tl.float32) + {value}"
+    return f"(tl.zeros({_shape(n.axes, _BLOCK)}, tl.float32) + {value})"
 
 
 #: Triton text of the operations that are not elementwise.
@@ -152,6 +152,7 @@ _TRITON: dict[str, Callable[[Node, list[str]], str]] = {
     "spread": _triton_spread,
     "valid": lambda n, args: f"tl.where({_inside(n.axes)}, {args[0]}, 0.0)",
     "mask": lambda n, args: f"tl.where(_keep_{'before' if n.attr('strict') else 'to'}(row), {args[0]}, 0.0)",
+    "outer": lambda n, args: f"({args[0]}[:, None] * {args[1]}[None, :])",
     "columns": lambda n, args: f"({args[0]} * {args[1]}[None, :])",
     "diagonal": lambda n, args: f"tl.sum(tl.where(row[:, None] == row[None, :], {args[0]}, 0.0), 1)",
     "pair": lambda n, args: f"_pairs({args[0]}, row, {n.attr('left') == 'before'}, {n.attr('strict')})",
@@ -214,6 +215,7 @@ _TORCH: dict[str, Callable[[Node, list[str]], str]] = {
     "spread": _torch_spread,
     "valid": _torch_valid,
     "mask": lambda n, args: f"torch.tril({args[0]}, {-1 if n.attr('strict') else 0})",
+    "outer": lambda n, args: f"({args[0]}[..., :, None] * {args[1]}[..., None, :])",
     "columns": lambda n, args: f"({args[0]} * {args[1]}[..., None, :])",
     "diagonal": lambda n, args: f"{args[0]}.diagonal(dim1=-2, dim2=-1)",
     "pair": lambda n, args: f"_pairs_of({args[0]}, {n.attr('left') == 'before'}, {n.attr('strict')})",
@@ -678,6 +680,30 @@ def _line_service(plan: Plan) -> dict[Node, int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# One token
+
+
+def step_context(variant: Variant) -> dict[str, list[Line]]:
+    """The statements of one token, by emitter; inputs and the state are in scope."""
+    program = pipeline.step(variant)[-1].program
+    names = schedule.christened(program)
+    results = {n for _, n in program.outputs}
+    inline = _inlinable(program.nodes(), results)
+    lines: dict[str, list[Line]] = {}
+    for backend in ("triton", "torch"):
+        writer = _Writer(names, backend)
+        bound = {n: names[n] for n in program.nodes() if n.op == "input"}
+        lines[backend] = []
+        for n in program.nodes():
+            if is_leaf(n) or n in inline:
+                continue
+            equation = f"{names[n]} = {show(n, _shown(names, inline))}"
+            lines[backend].append(Line("let", names[n], unwrapped(writer.expression(n, bound)), equation))
+            bound[n] = names[n]
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The file
 
 
@@ -731,6 +757,7 @@ def _render(variant: Variant) -> str:
         ],
         "forward": ahead,
         "backward": back,
+        "step": step_context(variant),
         "whole_k": tuple(k["key"] for k in launches if k["whole_k"]),
         "walk_k": tuple(k["key"] for k in launches if not k["whole_k"]),
         "configs": _configs({k["name"] for k in launches}),

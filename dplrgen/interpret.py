@@ -164,6 +164,7 @@ _TILE: dict[str, Callable[[Node, list[Tensor]], Tensor]] = {
     "valid": lambda n, args: args[0],
     "matmul": _matmul,
     "mask": lambda n, args: _triangle(args[0], n.attr("strict")),
+    "outer": lambda n, args: args[0].unsqueeze(-1) * args[1].unsqueeze(-2),
     "columns": lambda n, args: args[0] * args[1].unsqueeze(-2),
     "diagonal": lambda n, args: args[0].diagonal(dim1=-2, dim2=-1),
     "run": _running,

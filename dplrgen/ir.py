@@ -306,6 +306,12 @@ def _gram_vjp(operands: tuple[Axes, ...], attrs: dict[str, Any]) -> Axes:
     return ("C", "K")
 
 
+def _outer(operands: tuple[Axes, ...], attrs: dict[str, Any]) -> Axes:
+    if operands != (("K",), ("V",)):
+        raise IRError(f"outer takes [K] and [V], got {_axes_text(operands[0])} and {_axes_text(operands[1])}")
+    return ("K", "V")
+
+
 def _pair(operands: tuple[Axes, ...], attrs: dict[str, Any]) -> Axes:
     if operands[0] != ("C",):
         raise IRError(f"expected one log-decay a token, [C], got {_axes_text(operands[0])}")
@@ -386,6 +392,9 @@ register(Op("sum", 1, _drop, "sum_{axis}({0})", at_zero=lambda x, **a: x))
 register(Op("spread", 1, _spread, "spread({0})", at_zero=lambda x, **a: x))
 # Zero outside the sequence and the tile's real columns; the identity in the mathematics.
 register(Op("valid", 1, _same, "valid({0})", at_zero=lambda x, **a: 0.0))
+
+# One token's write into the state: x y^T.
+register(Op("outer", 2, _outer, "outer({0}, {1})", at_zero=_product_at_zero))
 
 # Tiles. `mask` keeps the lower triangle, without the diagonal if strict.
 register(Op("matmul", 2, _matmul, "({0}{tx:T} @ {1}{ty:T})", at_zero=_product_at_zero, cost="product"))

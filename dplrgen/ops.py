@@ -1,6 +1,6 @@
-"""The generated operators: ``dplrgen.ops.<variant>``, loaded on first use.
+"""The generated operators: ``dplrgen.ops.<variant>`` and ``dplrgen.ops.<variant>_step``, loaded on first use.
 
-Each is the public function of ``dplrgen.generated.<variant>``; loading one loads no other.
+Both are public functions of ``dplrgen.generated.<variant>``; loading one loads no other.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 from dplrgen.errors import UnknownNameError
 from dplrgen.variants import VARIANTS
 
-__all__ = sorted(VARIANTS)
+__all__ = sorted(name + end for name in VARIANTS for end in ("", "_step"))
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    if name not in VARIANTS:
-        raise AttributeError(str(UnknownNameError("operator", name, VARIANTS)))
-    operator = getattr(importlib.import_module(f"dplrgen.generated.{name}"), name)
+    if name not in __all__:
+        raise AttributeError(str(UnknownNameError("operator", name, __all__)))
+    operator = getattr(importlib.import_module(f"dplrgen.generated.{name.removesuffix('_step')}"), name)
     globals()[name] = operator  # the next look-up is a plain one
     return operator
 

@@ -32,6 +32,7 @@ from dplrgen.ir import (
 from dplrgen.variants import Variant
 
 __all__ = [
+    "ABSORB",
     "FOLD",
     "IDENTITIES",
     "LINEAR",
@@ -51,6 +52,7 @@ __all__ = [
     "spread",
     "stabilized",
     "terms",
+    "tokenize",
     "total",
     "zero",
 ]
@@ -189,6 +191,18 @@ def chunkify(variant: Variant) -> Program:
     return Program(variant.name, (("o", o),), ((state, new, 1),), names)
 
 
+def tokenize(variant: Variant) -> Program:
+    """One token of the master recurrence with the variant's streams put in: the state before it to the state after."""
+    streams = variant.streams()
+    q, a, b, k = (spread(streams[s], ("K",)) for s in ("q", "a", "b", "k"))
+    v, alpha = spread(streams["v"], ("V",)), streams["decay"]
+    state = leaf("S", ("K", "V"))
+    erased = node("sum", state * (alpha * b), axis="K")
+    new = state * alpha + node("outer", k, v) - node("outer", a, erased)
+    o = node("sum", new * (param("scale") * q), axis="K")
+    return Program(f"{variant.name}_step", (("o", o), ("S_next", new)), (), {erased: "erased", new: "S_next", o: "o"})
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The engine
 
@@ -314,7 +328,7 @@ def _signs(n: Node) -> Node | None:
 @rule("zeros", "a linear operation of 0 is 0")
 def _zeros(n: Node) -> Node | None:
     linear = {"matmul": (0, 1), "mask": (0,), "run": (0,), "sum": (0,), "neg": (0,), "gram": (0, 1)}
-    linear |= {"gram_dx": (0, 1), "gram_dy": (0, 1), "solve": (1,), "solve_t": (1,), "valid": (0,)}
+    linear |= {"gram_dx": (0, 1), "gram_dy": (0, 1), "solve": (1,), "solve_t": (1,), "valid": (0,), "outer": (0, 1)}
     if n.op in linear and any(is_zero(n.args[i]) for i in linear[n.op]):
         return zero(n.axes)
     return None
@@ -395,6 +409,22 @@ def _absorb(n: Node) -> Node | None:
                 rest = [before if s == m else top if s == i else p for s, p in enumerate(parts)]
                 return product(sign, rest, n.axes)
     return None
+
+
+@rule("absorb-quotient", "(d / alpha) alpha = d: nothing is divided")
+def _absorb_quotient(n: Node) -> Node | None:
+    if n.op != "mul":
+        return None
+    sign, parts = factors(n)
+    for i, quotient in enumerate(parts):
+        if quotient.op == "div" and quotient.args[1] in parts:
+            m = parts.index(quotient.args[1])
+            rest = [quotient.args[0] if s == i else p for s, p in enumerate(parts) if s != m]
+            return product(sign, rest, n.axes)
+    return None
+
+
+ABSORB = (_absorb_quotient,)
 
 
 @rule("tail-decay", "(x / G) Gc = x times the decay of the tokens after it")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dplrgen.autodiff import gradient
 from dplrgen.ir import Node, Program, leaf
 from dplrgen.passes import (
+    ABSORB,
     FOLD,
     IDENTITIES,
     LINEAR,
@@ -24,10 +25,11 @@ from dplrgen.passes import (
     mask_padding,
     rewrite,
     stabilized,
+    tokenize,
 )
 from dplrgen.variants import Variant
 
-__all__ = ["BACKWARD", "FORWARD", "Stage", "backward", "differentiate", "forward", "trace"]
+__all__ = ["BACKWARD", "FORWARD", "STEP", "Stage", "backward", "differentiate", "forward", "step", "trace"]
 
 Rewritten = tuple[Program, list[Fired]]
 
@@ -71,6 +73,10 @@ def lower(program: Program) -> Rewritten:
     return rewrite(program, IDENTITIES + LOWER)
 
 
+def absorb(program: Program) -> Rewritten:
+    return rewrite(program, IDENTITIES + ABSORB)
+
+
 def pad(program: Program) -> Rewritten:
     return mask_padding(program), []
 
@@ -96,6 +102,9 @@ BACKWARD: tuple[Pass, ...] = (
     ("pad", pad),
 )
 
+#: Binding to the program of one token.
+STEP: tuple[Pass, ...] = (("simplify", simplify), ("absorb", absorb), ("pad", pad))
+
 
 def trace(program: Program, passes: tuple[Pass, ...], first: str) -> list[Stage]:
     """Run the passes and keep every stage."""
@@ -109,6 +118,11 @@ def trace(program: Program, passes: tuple[Pass, ...], first: str) -> list[Stage]
 def forward(variant: Variant) -> list[Stage]:
     """The forward program after each pass; the last is what is scheduled."""
     return trace(chunkify(variant), FORWARD, "chunkify")
+
+
+def step(variant: Variant) -> list[Stage]:
+    """The program of one token after each pass; the last is what is printed."""
+    return trace(tokenize(variant), STEP, "tokenize")
 
 
 def differentiate(variant: Variant, program: Program) -> Program:

@@ -25,7 +25,20 @@ import networkx as nx
 from dplrgen.errors import IRError
 from dplrgen.ir import OPS, Node, Program, leaf, substitute, topological
 
-__all__ = ["CONFIGS", "TREE", "Kernel", "Phase", "Plan", "contracts", "graph", "has", "is_leaf", "plan", "saved_values"]
+__all__ = [
+    "CONFIGS",
+    "TREE",
+    "Kernel",
+    "Phase",
+    "Plan",
+    "christened",
+    "contracts",
+    "graph",
+    "has",
+    "is_leaf",
+    "plan",
+    "saved_values",
+]
 
 Slot = tuple[int, int]  # stage, part of a launch
 
@@ -133,7 +146,7 @@ def plan(program: Program, saved: Iterable[Node] = (), load_saved: bool = False)
     cheap = _recomputable(program)
     place = _placement(program, stage, cheap)
     kernels = _kernels(program, place, cheap, () if load_saved else saved)
-    return Plan(program, tuple(kernels), saved, _christen(program, kernels, names))
+    return Plan(program, tuple(kernels), saved, christened(program, names))
 
 
 def _load(
@@ -257,7 +270,10 @@ def _second_walk(program: Program, place: Mapping[Node, Slot], cheap: set[Node])
             product.add(n)
         if any(a in after or (contracts(a, "K") and any(b in product for b in a.args)) for a in mates):
             after.add(n)
-    return after if any("K" in n.axes for n in after) else set()
+    if not any("K" in n.axes for n in after):
+        return set()
+    read = {a for n in after for a in n.args}
+    return after | {n for _, n in program.outputs if n in read}  # a result is not read back
 
 
 def _own_launch(program: Program, stage: Mapping[Node, int]) -> set[Node]:
@@ -410,14 +426,20 @@ def _phases(body: list[Node], loops: tuple[str, ...], kept: frozenset[Node]) -> 
 
 
 def _put_off(body: list[Node], walk: Mapping[Node, str], number: dict[Node, int]) -> None:
-    """Move what stands between loops to just before it is read: nothing is held through a loop that does not use it."""
+    """Move what stands between loops to just before it is read, so that nothing is held through a loop that does not use
+    it; and what a loop makes to the loop that reads it, so that no product is needed in two.
+    """
     readers: dict[Node, list[Node]] = {}
     for n in body:
         for a in n.args:
             readers.setdefault(a, []).append(n)
     for n in reversed(body):
-        if not walk[n] and n in readers:
+        if n not in readers:
+            continue
+        if not walk[n]:
             number[n] = max(number[n], min(number[r] - number[r] % 2 for r in readers[n]))
+        elif OPS[n.op].cost != "cheap" and walk[n] in n.axes and all(walk[r] == walk[n] for r in readers[n]):
+            number[n] = min(number[r] for r in readers[n])
 
 
 def _with_service(program: Program, kernels: list[Kernel]) -> list[Kernel]:
@@ -440,7 +462,7 @@ def _with_service(program: Program, kernels: list[Kernel]) -> list[Kernel]:
     return [replace(k, serves=s) for k, s in zip(kernels, reversed(serves), strict=True)]
 
 
-def _christen(program: Program, kernels: list[Kernel], names: Mapping[Node, str]) -> dict[Node, str]:
+def christened(program: Program, names: Mapping[Node, str] | None = None) -> dict[Node, str]:
     """A unique name for every value of the program that is bound to one: given, by its operation, or numbered."""
     out: dict[Node, str] = {}
     taken: set[str] = set()
@@ -458,7 +480,7 @@ def _christen(program: Program, kernels: list[Kernel], names: Mapping[Node, str]
     for label, n in program.outputs:
         if n not in out and not is_leaf(n):
             take(n, label)
-    for n, label in names.items():
+    for n, label in (program.names if names is None else names).items():
         if n not in out:
             take(n, label)
     for n in program.nodes():

@@ -58,6 +58,23 @@ _RESERVED = frozenset(
         "batch",
         "start",
         "row",
+        "rows",
+        "chunks",
+        "chunk_first",
+        "chunk_count",
+        "token_first",
+        "token_end",
+        "sequences",
+        "places",
+        "slot",
+        "slots",
+        "there",
+        "inside",
+        "indices",
+        "inplace",
+        "state_indices",
+        "state_next",
+        "packed",
         "lane",
         "step",
         "level",
@@ -83,7 +100,7 @@ _RESERVED = frozenset(
     ]
 )
 #: Names that the generated code makes from others.
-_MADE = re.compile(r".*_(ptr|out|here|all|16|edge)|(kept|end|left|right|operand|cotangent|decay|saved)_.*")
+_MADE = re.compile(r".*_(ptr|out|here|all|16|edge|stride_[bth])|(kept|end|left|right|operand|cotangent|decay|saved)_.*")
 
 
 def _is_word(name: str) -> bool:

@@ -239,9 +239,9 @@ def kernels(variant: Variant) -> Operator:
     class Kernels(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-            o, ht, *saved = module._forward_triton(*tensors, scale, True, True)
+            o, ht, *saved = module._forward_triton(*tensors, None, None, scale, True, True)
             ctx.scale = scale
-            ctx.save_for_backward(*tensors, *saved)
+            ctx.save_for_backward(*tensors, None, None, *saved)
             return o, ht
 
         @staticmethod

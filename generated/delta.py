@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program 5502d308:
+# the delta rule, no decay, program ea58dc25:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import numbers
 from typing import Any
 
@@ -44,15 +45,27 @@ try:
 except ImportError:  # the CPU implementation needs torch alone
     triton = tl = None
 
-__all__ = ["delta"]
+__all__ = ["delta", "delta_step"]
 
-_NAME = "delta_5502d308"
+_NAME = "delta_ea58dc25"
+
+
+#: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
+_UNSPECIALIZED = (
+    "scale",
+    "T",
+    "NT",
+    "slots",
+    "beta_stride_b",
+    "beta_stride_t",
+    "beta_stride_h",
+)
 
 
 def _jit(function: Any) -> Any:
     if triton is None:
         return function
-    return triton.jit(function, do_not_specialize=[x for x in ("scale", "T", "NT") if x in function.__code__.co_varnames])
+    return triton.jit(function, do_not_specialize=[x for x in _UNSPECIALIZED if x in function.__code__.co_varnames])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,14 +301,27 @@ def _store_rows(ptr, tile, r, x, stride, rows, WIDTH: tl.constexpr, FULL: tl.con
 @_jit
 def _forward_prepare(
     q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
     k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
     beta_ptr,
+    beta_stride_b,
+    beta_stride_t,
+    beta_stride_h,
     v_ptr,
+    v_stride_b,
+    v_stride_t,
+    v_stride_h,
     QL_out,
     Aqk_out,
     E_out,
     x4_out,
     x5_out,
+    places_ptr,
     scale,
     T,
     NT,
@@ -316,27 +342,33 @@ def _forward_prepare(
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """One program a chunk and head."""
     tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
     head_v = tile % HV
     head = head_v // (HV // H)
-    chunk = (tile // HV) % NT
-    batch = tile // HV // NT
-    start = chunk * C
+    if PACKED:
+        batch = 0
+        start = tl.load(places_ptr + tile // HV * 2).to(tl.int64)
+        rows = tl.load(places_ptr + tile // HV * 2 + 1)
+    else:
+        batch = tile // HV // NT
+        start = (tile // HV) % NT * C
+        rows = T - start
     row = tl.arange(0, C)
-    in_c = row < T - start
+    in_c = row < rows
     x = tl.zeros([C, C, ], tl.float32)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     x2 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
         # QL = scale * q
         QL = scale * q
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
         # x = QL @ k^T
         x += _dot(QL, tl.trans(k), DOT, PRECISION)
         # x2 = (beta * k) @ k^T
@@ -355,7 +387,7 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
         # BL = beta * k
         BL = beta[:, None] * k
         # x5 = x3 @ k
@@ -364,7 +396,7 @@ def _forward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
         # x4 = x3 @ v
         x4 = _dot(x3, v, DOT, PRECISION)
         _store_rows(x4_out + tile * C * V, x4, row, col_v, V, C, V, V % BV == 0)
@@ -377,9 +409,13 @@ def _forward_scan(
     Aqk_ptr,
     QL_ptr,
     k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
     o_out,
     initial_ptr,
     final_out,
+    places_ptr,
     scale,
     T,
     NT,
@@ -400,15 +436,27 @@ def _forward_scan(
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
+    PACKED: tl.constexpr,
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    lane = tl.program_id(0).to(tl.int64) // blocks  # sequence * HV + head_v
     head_v = lane % HV
     head = head_v // (HV // H)
-    batch = lane // HV
+    if PACKED:
+        batch = 0
+        chunk_first = tl.load(places_ptr + lane // HV * 2)
+        token_first = tl.load(places_ptr + lane // HV * 2 + 1).to(tl.int64)
+        chunk_count = tl.load(places_ptr + lane // HV * 2 + 2) - chunk_first
+        token_end = tl.load(places_ptr + lane // HV * 2 + 3)
+    else:
+        batch = lane // HV
+        chunk_first = batch * NT
+        token_first = lane * 0
+        chunk_count = NT
+        token_end = T
     row = tl.arange(0, C)
     col_k = tl.arange(0, BK)
     col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
@@ -418,11 +466,12 @@ def _forward_scan(
         S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for step in range(NT):
+    for step in range(chunk_count):
         chunk = step
-        start = chunk * C
-        in_c = row < T - start
-        tile = (batch * NT + chunk) * HV + head_v
+        start = token_first + chunk * C
+        rows = token_end - start
+        in_c = row < rows
+        tile = (chunk_first + chunk) * HV + head_v
         x5 = _load_rows(x5_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x6 = x5 @ S
         x6 = _dot(x5, S, RANGE, PRECISION)
@@ -438,8 +487,8 @@ def _forward_scan(
         # o = x8 + x9
         o = x8 + x9
         if NEED & 1:
-            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, T - start, V, V % BV == 0)
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+            _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
+        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
         # x10 = k^T @ Vnew
         x10 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
         # S_next = x10 + S
@@ -457,15 +506,31 @@ def _forward_scan(
 def _backward_prepare(
     E_ptr,
     beta_ptr,
+    beta_stride_b,
+    beta_stride_t,
+    beta_stride_h,
     v_ptr,
+    v_stride_b,
+    v_stride_t,
+    v_stride_h,
     k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
     Aqk_ptr,
     do_ptr,
+    do_stride_b,
+    do_stride_t,
+    do_stride_h,
     q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
     x3_out,
     x4_out,
     x11_out,
     QL_out,
+    places_ptr,
     scale,
     T,
     NT,
@@ -486,28 +551,34 @@ def _backward_prepare(
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """One program a chunk and head."""
     tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
     head_v = tile % HV
     head = head_v // (HV // H)
-    chunk = (tile // HV) % NT
-    batch = tile // HV // NT
-    start = chunk * C
+    if PACKED:
+        batch = 0
+        start = tl.load(places_ptr + tile // HV * 2).to(tl.int64)
+        rows = tl.load(places_ptr + tile // HV * 2 + 1)
+    else:
+        batch = tile // HV // NT
+        start = (tile // HV) % NT * C
+        rows = T - start
     row = tl.arange(0, C)
-    in_c = row < T - start
+    in_c = row < rows
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     # x2 = E * beta^T
     x2 = E * beta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
         # x4 = x2 @ k
         x4 = _dot(x2, k, DOT, PRECISION)
         _store_rows(x4_out + tile * C * K, x4, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
         # QL = scale * q
         QL = scale * q
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -515,11 +586,11 @@ def _backward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
         # x3 = x2 @ v
         x3 = _dot(x2, v, DOT, PRECISION)
         _store_rows(x3_out + tile * C * V, x3, row, col_v, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
         # x11 = Aqk^T @ do
         x11 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x11_out + tile * C * V, x11, row, col_v, V, C, V, V % BV == 0)
@@ -530,10 +601,14 @@ def _backward_scan(
     x4_ptr,
     x3_ptr,
     k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
     Vnew_out,
     initial_ptr,
     final_out,
     kept_out,
+    places_ptr,
     scale,
     T,
     NT,
@@ -554,15 +629,27 @@ def _backward_scan(
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
+    PACKED: tl.constexpr,
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
 ):
     """One program a head and block of value columns: a loop over chunks with S in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    lane = tl.program_id(0).to(tl.int64) // blocks  # sequence * HV + head_v
     head_v = lane % HV
     head = head_v // (HV // H)
-    batch = lane // HV
+    if PACKED:
+        batch = 0
+        chunk_first = tl.load(places_ptr + lane // HV * 2)
+        token_first = tl.load(places_ptr + lane // HV * 2 + 1).to(tl.int64)
+        chunk_count = tl.load(places_ptr + lane // HV * 2 + 2) - chunk_first
+        token_end = tl.load(places_ptr + lane // HV * 2 + 3)
+    else:
+        batch = lane // HV
+        chunk_first = batch * NT
+        token_first = lane * 0
+        chunk_count = NT
+        token_end = T
     row = tl.arange(0, C)
     col_k = tl.arange(0, BK)
     col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
@@ -572,11 +659,12 @@ def _backward_scan(
         S = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for step in range(NT):
+    for step in range(chunk_count):
         chunk = step
-        start = chunk * C
-        in_c = row < T - start
-        tile = (batch * NT + chunk) * HV + head_v
+        start = token_first + chunk * C
+        rows = token_end - start
+        in_c = row < rows
+        tile = (chunk_first + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x5 = x4 @ S
@@ -585,7 +673,7 @@ def _backward_scan(
         # Vnew = x3 + -x5
         Vnew = x3 + (-x5)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
         # x29 = k^T @ Vnew
         x29 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
         # S_next = x29 + S
@@ -598,14 +686,21 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
     x11_ptr,
     QL_ptr,
     do_ptr,
+    do_stride_b,
+    do_stride_t,
+    do_stride_h,
     x4_ptr,
     dVnew_out,
     initial_ptr,
     final_out,
     kept_out,
+    places_ptr,
     scale,
     T,
     NT,
@@ -626,15 +721,27 @@ def _backward_reverse(
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
+    PACKED: tl.constexpr,
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
 ):
     """One program a head and block of value columns: a loop over chunks, last to first, with dS in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    lane = tl.program_id(0).to(tl.int64) // blocks  # sequence * HV + head_v
     head_v = lane % HV
     head = head_v // (HV // H)
-    batch = lane // HV
+    if PACKED:
+        batch = 0
+        chunk_first = tl.load(places_ptr + lane // HV * 2)
+        token_first = tl.load(places_ptr + lane // HV * 2 + 1).to(tl.int64)
+        chunk_count = tl.load(places_ptr + lane // HV * 2 + 2) - chunk_first
+        token_end = tl.load(places_ptr + lane // HV * 2 + 3)
+    else:
+        batch = lane // HV
+        chunk_first = batch * NT
+        token_first = lane * 0
+        chunk_count = NT
+        token_end = T
     row = tl.arange(0, C)
     col_k = tl.arange(0, BK)
     col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
@@ -644,13 +751,14 @@ def _backward_reverse(
         dS = _load_rows(initial_ptr + lane * K * V, col_k, col_v, V, K, V, V % BV == 0).to(tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    for step in range(NT):
-        chunk = NT - 1 - step
-        start = chunk * C
-        in_c = row < T - start
-        tile = (batch * NT + chunk) * HV + head_v
+    for step in range(chunk_count):
+        chunk = chunk_count - 1 - step
+        start = token_first + chunk * C
+        rows = token_end - start
+        in_c = row < rows
+        tile = (chunk_first + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
         # x10 = k @ dS
         x10 = _dot(k, dS, RANGE, PRECISION)
         x11 = _load_rows(x11_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -658,7 +766,7 @@ def _backward_reverse(
         dVnew = x10 + x11
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
         # x30 = QL^T @ do
         x30 = _dot(tl.trans(QL), do, DOT, PRECISION)
         x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -674,13 +782,22 @@ def _backward_reverse(
 @_jit
 def _backward_finish(
     do_ptr,
+    do_stride_b,
+    do_stride_t,
+    do_stride_h,
     S_ptr,
     Vnew_ptr,
     dS_ptr,
     E_ptr,
     dVnew_ptr,
     beta_ptr,
+    beta_stride_b,
+    beta_stride_t,
+    beta_stride_h,
     v_ptr,
+    v_stride_b,
+    v_stride_t,
+    v_stride_h,
     x_out,
     x7_out,
     x9_out,
@@ -688,6 +805,7 @@ def _backward_finish(
     x19_out,
     dv_out,
     x26_out,
+    places_ptr,
     scale,
     T,
     NT,
@@ -708,16 +826,22 @@ def _backward_finish(
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """One program a chunk and head."""
     tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
     head_v = tile % HV
     head = head_v // (HV // H)
-    chunk = (tile // HV) % NT
-    batch = tile // HV // NT
-    start = chunk * C
+    if PACKED:
+        batch = 0
+        start = tl.load(places_ptr + tile // HV * 2).to(tl.int64)
+        rows = tl.load(places_ptr + tile // HV * 2 + 1)
+    else:
+        batch = tile // HV // NT
+        start = (tile // HV) % NT * C
+        rows = T - start
     row = tl.arange(0, C)
-    in_c = row < T - start
+    in_c = row < rows
     col_k = tl.arange(0, BK)
     in_k = col_k < K
     x = tl.zeros([C, BK, ], tl.float32)
@@ -726,12 +850,12 @@ def _backward_finish(
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     x13 = tl.zeros([C, C, ], tl.float32)
     x18 = tl.zeros([C, BK, ], tl.float32)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     x26 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        do = _load_rows(do_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # x = do @ S^T
         x += _dot(do, tl.trans(S), RANGE, PRECISION)
@@ -751,8 +875,8 @@ def _backward_finish(
         # dv = x12 * beta
         dv = x12 * beta[:, None]
         if NEED & 4:
-            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, T - start, V, V % BV == 0)
-        v = _load_rows(v_ptr + ((batch * T + start) * HV + head_v) * V, row, col_v, HV * V, T - start, V, V % BV == 0).to(tl.float32)
+            _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
+        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
         # x25 = x12 * v
         x25 = x12 * v
         # x26 = sum_V(x25)
@@ -775,16 +899,26 @@ def _backward_finish(
 def _backward_finish_1(
     x7_ptr,
     k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
     x_ptr,
     x14_ptr,
     beta_ptr,
+    beta_stride_b,
+    beta_stride_t,
+    beta_stride_h,
     x9_ptr,
     x19_ptr,
     q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
     x26_ptr,
     dq_out,
     dk_out,
     dbeta_out,
+    places_ptr,
     scale,
     T,
     NT,
@@ -805,31 +939,37 @@ def _backward_finish_1(
     EXACT: tl.constexpr,
     SAVE: tl.constexpr,
     NEED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """One program a chunk and head."""
     tile = tl.program_id(0).to(tl.int64)  # (batch * NT + chunk) * HV + head_v
     head_v = tile % HV
     head = head_v // (HV // H)
-    chunk = (tile // HV) % NT
-    batch = tile // HV // NT
-    start = chunk * C
+    if PACKED:
+        batch = 0
+        start = tl.load(places_ptr + tile // HV * 2).to(tl.int64)
+        rows = tl.load(places_ptr + tile // HV * 2 + 1)
+    else:
+        batch = tile // HV // NT
+        start = (tile // HV) % NT * C
+        rows = T - start
     row = tl.arange(0, C)
-    in_c = row < T - start
+    in_c = row < rows
     x7 = _load_rows(x7_ptr + tile * C * C, row, row, C, C, C, True)
     x14 = _load_rows(x14_ptr + tile * C * C, row, row, C, C, C, True)
-    beta = tl.load(beta_ptr + ((batch * T + start) * HV + head_v) + row * HV, mask=in_c, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     x28 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
         # x8 = x7 @ k
         x8 = _dot(x7, k, DOT, PRECISION)
         x = _load_rows(x_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x + x8) * scale
         dq = (x + x8) * scale
         if NEED & 1:
-            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, T - start, K, K % BK == 0)
+            _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, rows, K, K % BK == 0)
         # x15 = x14^T @ (beta * k)
         x15 = _dot(tl.trans(x14), (beta[:, None] * k), DOT, PRECISION)
         # x20 = x14 @ k
@@ -837,14 +977,14 @@ def _backward_finish_1(
         x19 = _load_rows(x19_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dBL = x19 + -x20
         dBL = x19 + (-x20)
-        q = _load_rows(q_ptr + ((batch * T + start) * H + head) * K, row, col_k, H * K, T - start, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
         # x24 = x7^T @ (scale * q)
         x24 = _dot(tl.trans(x7), (scale * q), DOT, PRECISION)
         x9 = _load_rows(x9_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dk = ((x9 + -x15) + (dBL * beta)) + x24
         dk = ((x9 + (-x15)) + (dBL * beta[:, None])) + x24
         if NEED & 2:
-            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, T - start, K, K % BK == 0)
+            _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
         # x28 = sum_K((dBL * k))
         x28 += tl.sum((dBL * k), 1)
     x26 = tl.load(x26_ptr + tile * C + row, mask=row < C, other=0.0)
@@ -943,6 +1083,8 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     """Compile-time values shared by the kernels, and each kernel's own."""
     K, size = q.shape[3], q.element_size()
     C, table = _config(K, size)
+    if q.is_cuda:
+        _check_products(q)
     wide = q.dtype == torch.float32
     narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
@@ -980,28 +1122,65 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     return shared, own
 
 
+def _packing(cu_seqlens: Tensor, T: int, C: int) -> tuple[Tensor, Tensor]:
+    """Where packed sequences lie, made on their device: no host reads a boundary.
+
+    chunks [T // C + N, 2] holds a chunk's first token and how many tokens follow to its sequence's end, not positive in
+    a place without a chunk; sequences [N + 1, 2] holds a sequence's first chunk and first token. Boundaries out of range
+    or order are brought back, so that nothing is read or written elsewhere.
+    """
+    N = cu_seqlens.shape[0] - 1
+    bounds = cu_seqlens.long().clamp(0, T).cummax(0).values
+    first = torch.nn.functional.pad(((bounds.diff() + C - 1) // C).cumsum(0), (1, 0))
+    place = torch.arange(T // C + N, device=cu_seqlens.device)
+    n = torch.searchsorted(first[1:], place, right=True).clamp(max=N - 1)
+    start = bounds[n] + (place - first[n]) * C
+    chunks = torch.stack((start, bounds[n + 1] - start), 1)
+    return chunks.int(), torch.stack((first, bounds), 1).int()
+
+
+def _counts(B: int, T: int, C: int, chunks: Tensor | None, sequences: Tensor | None) -> tuple[int, int]:
+    """Places for chunks in a batch row, and sequences in the call."""
+    if chunks is None or sequences is None:
+        return (T + C - 1) // C, B
+    return chunks.shape[0], sequences.shape[0] - 1
+
+
+def _readable(x: Tensor, C: int) -> Tensor:
+    """The tensor if kernels can read it by its strides: channels side by side, a chunk within 2^31 elements; else a copy."""
+    near = max(x.stride(1), x.stride(2)) * C < 2**31
+    return x if (x.dim() == 3 or x.stride(3) == 1 or x.shape[3] == 1) and near else x.contiguous()
+
+
+def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
+    return (x, *x.stride()[:3])
+
+
 def _forward_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
+    chunks: Tensor | None,
+    sequences: Tensor | None,
     scale: float,
     output_final_state: bool,
     save: bool,
 ) -> list[Tensor]:
-    """o, final_state, saved values; those not asked for have no elements. Inputs that are not contiguous are copied."""
-    q, k, v, beta, = (x.contiguous() for x in (q, k, v, beta,))
+    """o, final_state, saved values; those not asked for have no elements."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     shared, own = _setting(q, (beta, ), V)
     C = shared["C"]
+    q, k, v, beta, = (_readable(x, C) for x in (q, k, v, beta,))
     summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
-    NT = -(-T // C)
+    NT, N = _counts(B, T, C, chunks, sequences)
+    packed = chunks is not None
     none = q.new_empty((0,))
-    o = torch.empty_like(v)
-    final_state = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
+    o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
+    final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     QL = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
@@ -1012,15 +1191,16 @@ def _forward_triton(
         _launch(
             _forward_prepare,
             B * NT * HV,
-            q,
-            k,
-            beta,
-            v,
+            *_strided(q),
+            *_strided(k),
+            *_strided(beta),
+            *_strided(v),
             QL,
             Aqk,
             E,
             x4,
             x5,
+            chunks if packed else none,
             scale,
             T,
             NT,
@@ -1028,20 +1208,22 @@ def _forward_triton(
             HV,
             SAVE=save,
             NEED=-1,
+            PACKED=packed,
             **shared,
             **own["forward.prepare"],
         )
         _launch(
             _forward_scan,
-            B * HV * -(-V // own["forward.scan"]["BV"]),
+            N * HV * -(-V // own["forward.scan"]["BV"]),
             x5,
             x4,
             Aqk,
             QL,
-            k,
+            *_strided(k),
             o,
             initial,
             final_state,
+            sequences if packed else none,
             scale,
             T,
             NT,
@@ -1049,6 +1231,7 @@ def _forward_triton(
             HV,
             SAVE=save,
             NEED=-1,
+            PACKED=packed,
             INITIAL=initial_state is not None,
             FINAL=output_final_state,
             **shared,
@@ -1065,29 +1248,32 @@ def _backward_triton(
     v: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
+    chunks: Tensor | None,
+    sequences: Tensor | None,
     Aqk: Tensor,
     E: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
     """Cotangents of the inputs and of the initial state, in order; those whose bit of needs is 0 have no elements."""
-    q, k, v, beta, = (x.contiguous() for x in (q, k, v, beta,))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     shared, own = _setting(q, (beta, ), V)
     C = shared["C"]
+    q, k, v, beta, = (_readable(x, C) for x in (q, k, v, beta,))
     summed = torch.float32 if K <= 64 else q.dtype
     wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
-    NT = -(-T // C)
+    NT, N = _counts(B, T, C, chunks, sequences)
+    packed = chunks is not None
     none = q.new_empty((0,))
-    do = torch.zeros_like(v) if do is None else do.contiguous()
+    do = v.new_zeros(v.shape) if do is None else _readable(do, C)
     initial = none if initial_state is None else initial_state.contiguous()
     last = none if dht is None else dht.contiguous()
-    dh0 = q.new_empty((B, HV, K, V) if needs & 16 else (0,), dtype=torch.float32)
-    dq = _gradient(q, HV, needs & 1 > 0)
-    dk = _gradient(k, HV, needs & 2 > 0)
-    dv = _gradient(v, HV, needs & 4 > 0)
-    dbeta = _gradient(beta, HV, needs & 8 > 0)
+    dh0 = q.new_empty((N, HV, K, V) if needs & 16 else (0,), dtype=torch.float32)
+    dq = _gradient(q, HV, needs & 1 > 0, packed)
+    dk = _gradient(k, HV, needs & 2 > 0, packed)
+    dv = _gradient(v, HV, needs & 4 > 0, packed)
+    dbeta = _gradient(beta, HV, needs & 8 > 0, packed)
     with _on(q):
         if needs & 31:
             x3 = q.new_empty((B, NT, HV, C, V), dtype=summed)
@@ -1098,16 +1284,17 @@ def _backward_triton(
                 _backward_prepare,
                 B * NT * HV,
                 E,
-                beta,
-                v,
-                k,
+                *_strided(beta),
+                *_strided(v),
+                *_strided(k),
                 Aqk,
-                do,
-                q,
+                *_strided(do),
+                *_strided(q),
                 x3,
                 x4,
                 x11,
                 QL,
+                chunks if packed else none,
                 scale,
                 T,
                 NT,
@@ -1115,6 +1302,7 @@ def _backward_triton(
                 HV,
                 SAVE=True,
                 NEED=needs,
+                PACKED=packed,
                 **shared,
                 **own["backward.prepare"],
             )
@@ -1123,14 +1311,15 @@ def _backward_triton(
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
-                B * HV * -(-V // own["backward.scan"]["BV"]),
+                N * HV * -(-V // own["backward.scan"]["BV"]),
                 x4,
                 x3,
-                k,
+                *_strided(k),
                 Vnew,
                 initial,
                 none,
                 kept_S,
+                sequences if packed else none,
                 scale,
                 T,
                 NT,
@@ -1138,6 +1327,7 @@ def _backward_triton(
                 HV,
                 SAVE=True,
                 NEED=needs,
+                PACKED=packed,
                 INITIAL=initial_state is not None,
                 FINAL=False,
                 **shared,
@@ -1148,16 +1338,17 @@ def _backward_triton(
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
-                B * HV * -(-V // own["backward.reverse"]["BV"]),
-                k,
+                N * HV * -(-V // own["backward.reverse"]["BV"]),
+                *_strided(k),
                 x11,
                 QL,
-                do,
+                *_strided(do),
                 x4,
                 dVnew,
                 last,
                 dh0,
                 kept_dS,
+                sequences if packed else none,
                 scale,
                 T,
                 NT,
@@ -1165,6 +1356,7 @@ def _backward_triton(
                 HV,
                 SAVE=True,
                 NEED=needs,
+                PACKED=packed,
                 INITIAL=dht is not None,
                 FINAL=needs & 16 > 0,
                 **shared,
@@ -1180,14 +1372,14 @@ def _backward_triton(
             _launch(
                 _backward_finish,
                 B * NT * HV,
-                do,
+                *_strided(do),
                 kept_S,
                 Vnew,
                 kept_dS,
                 E,
                 dVnew,
-                beta,
-                v,
+                *_strided(beta),
+                *_strided(v),
                 x,
                 x7,
                 x9,
@@ -1195,6 +1387,7 @@ def _backward_triton(
                 x19,
                 dv,
                 x26,
+                chunks if packed else none,
                 scale,
                 T,
                 NT,
@@ -1202,6 +1395,7 @@ def _backward_triton(
                 HV,
                 SAVE=True,
                 NEED=needs,
+                PACKED=packed,
                 **shared,
                 **own["backward.finish"],
             )
@@ -1210,17 +1404,18 @@ def _backward_triton(
                 _backward_finish_1,
                 B * NT * HV,
                 x7,
-                k,
+                *_strided(k),
                 x,
                 x14,
-                beta,
+                *_strided(beta),
                 x9,
                 x19,
-                q,
+                *_strided(q),
                 x26,
                 dq,
                 dk,
                 dbeta,
+                chunks if packed else none,
                 scale,
                 T,
                 NT,
@@ -1228,28 +1423,36 @@ def _backward_triton(
                 HV,
                 SAVE=True,
                 NEED=needs,
+                PACKED=packed,
                 **shared,
                 **own["backward.finish_1"],
             )
     return [_grouped(dq, q), _grouped(dk, k), _grouped(dv, v), _grouped(dbeta, beta), dh0]
 
 
-def _gradient(x: Tensor, HV: int, needed: bool) -> Tensor:
+def _gradient(x: Tensor, HV: int, needed: bool, zero: bool) -> Tensor:
     """Where a gradient is written: one row a value head, in float32 if a group of heads is still to be summed."""
     if not needed:
         return x.new_empty((0,))
     shape = (*x.shape[:2], HV, *x.shape[3:])
-    return x.new_empty(shape, dtype=x.dtype if x.shape[2] == HV else torch.float32)
+    dtype = x.dtype if x.shape[2] == HV else torch.float32
+    return x.new_zeros(shape, dtype=dtype) if zero else x.new_empty(shape, dtype=dtype)
 
 
 def _grouped(d: Tensor, x: Tensor) -> Tensor:
-    if d.numel() == 0 or d.shape == x.shape:
+    if d.dim() == 1 or d.shape == x.shape:  # one axis: not asked for
         return d
-    return d.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype)
+    return d.unflatten(2, (x.shape[2], d.shape[2] // x.shape[2])).sum(3).to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # PyTorch: pieces of the CPU implementation. Tiles stand in the last two axes, [B, NT, HV] before them.
+
+
+def _spans(sequences: Tensor) -> list[tuple[slice, slice]]:
+    """The tokens of each packed sequence and its places among the chunks; read on the host, which a CPU may do."""
+    rows = sequences.tolist()
+    return [(slice(t, u), slice(c, d)) for (c, t), (d, u) in itertools.pairwise(rows)]
 
 
 def _chunks(x: Tensor, heads: int, C: int, dtype: torch.dtype) -> Tensor:
@@ -1367,10 +1570,41 @@ def _inverse_of(n: Tensor) -> Tensor:
 def _stack(parts: list[Tensor], v: Tensor, NT: int, rows: int, dtype: torch.dtype) -> Tensor:
     if NT:
         return torch.stack(parts, 1)
-    return v.new_empty((v.shape[0], 0, v.shape[2], rows, v.shape[3]), dtype=dtype)
+    return v.new_empty((v.shape[0], 0, v.shape[2], rows, v.shape[-1]), dtype=dtype)
 
 
 def _forward_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    chunks: Tensor | None,
+    sequences: Tensor | None,
+    scale: float,
+    output_final_state: bool,
+    save: bool,
+) -> list[Tensor]:
+    """The same as _forward_triton, in PyTorch; float32 arithmetic, float64 for float64 inputs."""
+    given = (q, k, v, beta,)
+    if chunks is None or sequences is None:
+        return _forward_rows(*given, initial_state, scale, output_final_state, save)
+    o = v.new_zeros(v.shape)
+    states: list[Tensor] = []
+    places = [q.new_empty((0,))] * 2
+    for n, (tokens, place) in enumerate(_spans(sequences)):
+        state = None if initial_state is None else initial_state[n : n + 1]
+        own = (x[:, tokens] for x in given)
+        o[:, tokens], end, *kept = _forward_rows(*own, state, scale, output_final_state, save)
+        states.append(end)
+        for i, x in enumerate(kept if save else ()):
+            if n == 0:
+                places[i] = x.new_zeros((1, chunks.shape[0], *x.shape[2:]))
+            places[i][:, place] = x
+    return [o, torch.cat(states), *places]
+
+
+def _forward_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -1380,7 +1614,7 @@ def _forward_torch(
     output_final_state: bool,
     save: bool,
 ) -> list[Tensor]:
-    """The same as _forward_triton, in PyTorch; float32 arithmetic, float64 for float64 inputs."""
+    """_forward_torch of one sequence a batch row."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -1446,12 +1680,45 @@ def _backward_torch(
     v: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
+    chunks: Tensor | None,
+    sequences: Tensor | None,
     Aqk: Tensor,
     E: Tensor,
     scale: float,
     needs: int,
 ) -> list[Tensor]:
     """The same as _backward_triton, in PyTorch."""
+    given, kept = (q, k, v, beta,), (Aqk, E, )
+    if chunks is None or sequences is None:
+        return _backward_rows(do, dht, *given, initial_state, *kept, scale, needs)
+    grads = [x.new_zeros(x.shape if needs >> i & 1 else (0,)) for i, x in enumerate(given)]
+    states: list[Tensor] = []
+    for n, (tokens, place) in enumerate(_spans(sequences)):
+        last, first = (None if x is None else x[n : n + 1] for x in (dht, initial_state))
+        there = None if do is None else do[:, tokens]
+        own, saved = (x[:, tokens] for x in given), (x[:, place] for x in kept)
+        *parts, state = _backward_rows(there, last, *own, first, *saved, scale, needs)
+        states.append(state)
+        for i, x in enumerate(parts):
+            if needs >> i & 1:
+                grads[i][:, tokens] = x
+    return [*grads, torch.cat(states)]
+
+
+def _backward_rows(
+    do: Tensor | None,
+    dht: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    Aqk: Tensor,
+    E: Tensor,
+    scale: float,
+    needs: int,
+) -> list[Tensor]:
+    """_backward_torch of one sequence a batch row."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -1591,6 +1858,178 @@ def _backward_torch(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# One token a row: the recurrence as it stands, in float32
+
+
+@_jit
+def _step_token(
+    q_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_c,
+    k_ptr,
+    k_stride_b,
+    k_stride_h,
+    k_stride_c,
+    v_ptr,
+    v_stride_b,
+    v_stride_h,
+    v_stride_c,
+    beta_ptr,
+    beta_stride_b,
+    beta_stride_h,
+    o_out,
+    S_ptr,
+    S_stride_b,
+    S_stride_h,
+    S_stride_k,
+    S_stride_v,
+    S_next_out,
+    S_next_stride_b,
+    S_next_stride_h,
+    S_next_stride_k,
+    S_next_stride_v,
+    places_ptr,
+    slots,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    INDEXED: tl.constexpr,
+):
+    """One program a row, head and block of value columns."""
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    lane = tl.program_id(0).to(tl.int64) // blocks  # batch * HV + head_v
+    head_v = lane % HV
+    head = head_v // (HV // H)
+    batch = lane // HV
+    slot = batch
+    if INDEXED:
+        slot = tl.load(places_ptr + batch).to(tl.int64)
+    there = (slot >= 0) & (slot < slots)
+    col_k = tl.arange(0, BK)
+    col_v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    in_k = col_k < K
+    in_v = col_v < V
+    inside = (col_k < tl.where(there, K, 0))[:, None] & in_v[None, :]
+    S_at = slot * S_stride_b + head_v * S_stride_h + col_k[:, None] * S_stride_k + col_v[None, :] * S_stride_v
+    S = tl.load(S_ptr + S_at, mask=inside, other=0.0)
+    q = tl.load(q_ptr + batch * q_stride_b + head * q_stride_h + col_k * q_stride_c, mask=in_k, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + batch * k_stride_b + head * k_stride_h + col_k * k_stride_c, mask=in_k, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + batch * v_stride_b + head_v * v_stride_h + col_v * v_stride_c, mask=in_v, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + batch * beta_stride_b + head_v * beta_stride_h).to(tl.float32)
+    # x2 = outer(k, (beta * v))
+    x2 = k[:, None] * (beta * v)[None, :]
+    # erased = sum_K((S * (beta * k)))
+    erased = tl.sum((S * (beta * k)[:, None]), 0)
+    # x6 = outer(k, erased)
+    x6 = k[:, None] * erased[None, :]
+    # S_next = (S + x2) + -x6
+    S_next = (S + x2) + (-x6)
+    # o = sum_K((S_next * (scale * q)))
+    o = tl.sum((S_next * (scale * q)[:, None]), 0)
+    S_next_at = slot * S_next_stride_b + head_v * S_next_stride_h
+    S_next_at += col_k[:, None] * S_next_stride_k + col_v[None, :] * S_next_stride_v
+    tl.store(S_next_out + S_next_at, S_next, mask=inside)
+    tl.store(o_out + lane * V + col_v, tl.where(there, o, 0.0), mask=in_v)
+
+
+def _step_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_next: Tensor,
+    indices: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """o of one token a row; the next state is written into state_next, which may be state."""
+    B, H, K = q.shape
+    HV, V = v.shape[1:]
+    o = v.new_empty(v.shape)
+    BK = _power(K)
+    BV = min(_power(V), max(16, 4096 // BK))
+    with _on(q):
+        _launch(
+            _step_token,
+            B * HV * -(-V // BV),
+            q,
+            *q.stride(),
+            k,
+            *k.stride(),
+            v,
+            *v.stride(),
+            beta,
+            *beta.stride(),
+            o,
+            state,
+            *state.stride(),
+            state_next,
+            *state_next.stride(),
+            o if indices is None else indices,
+            state.shape[0],
+            scale,
+            H,
+            HV,
+            K=K,
+            V=V,
+            BK=BK,
+            BV=BV,
+            INDEXED=indices is not None,
+            num_warps=4,
+            num_stages=1,
+        )
+    return o
+
+
+def _step_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_next: Tensor,
+    indices: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """The same as _step_triton, in PyTorch; float32 arithmetic, float64 for float64 inputs."""
+    B, H, K = q.shape
+    HV, V = v.shape[1:]
+    like_v, lead = v, (B, HV)
+    if indices is None:
+        there, slot = None, torch.arange(B)
+    else:
+        there = (indices >= 0) & (indices < state.shape[0])
+        slot = torch.where(there, indices, 0).long()
+    # Contiguous, since the order of PyTorch's sums follows the strides.
+    like = S = state[slot].contiguous() if state.shape[0] else state.new_zeros((B, HV, K, V))
+    q, k, v, beta, = (_heads(x.to(S.dtype).contiguous(), HV) for x in (q, k, v, beta,))
+    # x2 = outer(k, (beta * v))
+    x2 = k[..., :, None] * (beta[..., None] * v)[..., None, :]
+    # erased = sum_K((S * (beta * k)))
+    erased = (S * (beta[..., None] * k)[..., :, None]).sum(-2)
+    # x6 = outer(k, erased)
+    x6 = k[..., :, None] * erased[..., None, :]
+    # S_next = (S + x2) + -x6
+    S_next = (S + x2) + (-x6)
+    # o = sum_K((S_next * (scale * q)))
+    o = (S_next * (scale * q)[..., :, None]).sum(-2)
+    if there is None:
+        state_next.copy_(S_next)
+        return o.to(like_v.dtype).contiguous()
+    state_next[slot[there]] = S_next[there]
+    return torch.where(there[:, None, None], o, 0).to(like_v.dtype).contiguous()
+
+
+def _heads(x: Tensor, HV: int) -> Tensor:
+    return x.repeat_interleave(HV // x.shape[1], 1) if x.shape[1] != HV else x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Operators. Their names carry the program's digest, so that two versions of this file never share one.
 
 _STREAMS = (
@@ -1599,7 +2038,8 @@ _STREAMS = (
     ("v", "value", "HV", ('V',)),
     ("beta", "gate", "HV", ()),
 )
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? initial_state"
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
+_TOKEN = "Tensor q, Tensor k, Tensor v, Tensor beta"
 _SAVED = 2
 
 
@@ -1616,7 +2056,7 @@ def _backward_impl(do: Tensor | None, dht: Tensor | None, *args: Any) -> tuple[T
 
 
 def _forward_fake(
-    q, k, v, beta, initial_state, scale, output_final_state, save
+    q, k, v, beta, initial_state, chunks, sequences, scale, output_final_state, save
 ) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
     """Shapes, dtypes and strides of what the forward gives."""
     B, T, _, K = q.shape
@@ -1625,8 +2065,9 @@ def _forward_fake(
     C = _chunk_size(K, q.element_size(), not cpu)
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
     kept = state if cpu else q.dtype
-    saved = (B, (T + C - 1) // C, HV, C, C) if save else (0,)
-    final = q.new_empty((B, HV, K, V) if output_final_state else (0,), dtype=state)
+    NT, N = _counts(B, T, C, chunks, sequences)
+    saved = (B, NT, HV, C, C) if save else (0,)
+    final = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=state)
     o = v.new_empty(v.shape)
     return (o, final, *(q.new_empty(saved, dtype=kept) for _ in range(_SAVED)))
 
@@ -1634,10 +2075,12 @@ def _forward_fake(
 def _backward_fake(do, dht, *args) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
     *tensors, _, needs = args
     streams = tensors[: len(_STREAMS)]
+    _, chunks, sequences, *_ = tensors[len(_STREAMS) :]
     q, v = streams[_POSITION["q"]], streams[_POSITION["v"]]
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
+    _, N = _counts(q.shape[0], 0, 1, chunks, sequences)
     grads = [x.new_empty(x.shape if needs >> i & 1 else (0,)) for i, x in enumerate(streams)]
-    last = (q.shape[0], v.shape[2], q.shape[3], v.shape[3]) if needs >> len(streams) & 1 else (0,)
+    last = (N, v.shape[2], q.shape[3], v.shape[3]) if needs >> len(streams) & 1 else (0,)
     return (*grads, q.new_empty(last, dtype=state))
 
 
@@ -1653,7 +2096,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: Any) -> tuple[Any, ...]:
     count = len(_STREAMS) + 1
-    nothing = (None,) * (count + 3)
+    nothing = (None,) * (count + 5)
     if do is None and dht is None:
         return nothing
     if not ctx.saved:
@@ -1661,11 +2104,33 @@ def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: Any) -> 
     needs = sum(1 << i for i in range(count) if ctx.needs_input_grad[i])
     *tensors, = ctx.saved_tensors
     grads = _BACKWARD_OP(do, dht, *tensors, ctx.scale, needs)
-    return (*(d if needs >> i & 1 else None for i, d in enumerate(grads)), None, None, None)
+    return (*(d if needs >> i & 1 else None for i, d in enumerate(grads)), *nothing[:5])
 
 
-def _register() -> tuple[Any, Any, Any]:
-    """The two operators; those of another copy of this file are used if they are there."""
+def _step_impl(*args: Any) -> tuple[Tensor, Tensor]:
+    *streams, state, scale = args
+    state_next = state.new_empty(state.shape)
+    return _implementation(state, _step_torch, _step_triton)(*streams, state, state_next, None, scale), state_next
+
+
+def _step_in_place_impl(*args: Any) -> Tensor:
+    *streams, state, indices, scale = args
+    return _implementation(state, _step_torch, _step_triton)(*streams, state, state, indices, scale)
+
+
+def _step_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    *streams, state, _ = args
+    v = streams[_POSITION["v"]]
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+def _step_in_place_fake(*args: Any) -> Tensor:
+    v = args[_POSITION["v"]]
+    return v.new_empty(v.shape)
+
+
+def _register() -> tuple[Any, ...]:
+    """The operators; those of another copy of this file are used if they are there."""
     space = torch.ops.dplrgen
     library = globals().get("_LIBRARY")  # a file loaded again in place keeps what it registered
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
@@ -1681,13 +2146,20 @@ def _register() -> tuple[Any, Any, Any]:
         for key in ("CPU", "CUDA"):
             library.impl(forward, _forward_impl, key)
             library.impl(backward, _backward_impl, key)
+        library.define(f"{_NAME}_step({_TOKEN}, Tensor state, float scale) -> (Tensor, Tensor)")
+        library.define(f"{_NAME}_step_({_TOKEN}, Tensor(a!) state, Tensor? indices, float scale) -> Tensor")
+        for key in ("CPU", "CUDA"):
+            library.impl(f"{_NAME}_step", _step_impl, key)
+            library.impl(f"{_NAME}_step_", _step_in_place_impl, key)
+        torch.library.register_fake(f"dplrgen::{_NAME}_step", _step_fake, lib=library)
+        torch.library.register_fake(f"dplrgen::{_NAME}_step_", _step_in_place_fake, lib=library)
         torch.library.register_fake(f"dplrgen::{forward}", _forward_fake, lib=library)
         torch.library.register_fake(f"dplrgen::{backward}", _backward_fake, lib=library)
         torch.library.register_autograd(f"dplrgen::{forward}", _differentiate, setup_context=_keep, lib=library)
-    return library, getattr(space, forward).default, getattr(space, backward).default
+    return library, *(getattr(space, f"{_NAME}_{end}").default for end in ("fwd", "bwd", "step", "step_"))
 
 
-_LIBRARY, _FORWARD_OP, _BACKWARD_OP = _register()
+_LIBRARY, _FORWARD_OP, _BACKWARD_OP, _STEP_OP, _STEP_IN_PLACE_OP = _register()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1700,23 +2172,24 @@ def _shape(x: Tensor) -> str:
     return f"[{', '.join(str(s) for s in x.shape)}]"
 
 
-def _check(streams: tuple[Tensor, ...], initial_state: Any, scale: Any, cu_seqlens: Any, check: bool) -> None:
-    """Raise TypeError, ValueError or NotImplementedError on what the kernels cannot run, before any launch."""
+def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str, int]:
+    """Sizes by symbol, or an error on streams that no kernel takes; ``lead`` names their axes before the heads."""
     for (name, _, _, _), x in zip(_STREAMS, streams, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     q, v = streams[_POSITION["q"]], streams[_POSITION["v"]]
-    if q.dim() != 4:
-        raise ValueError(f"q must have shape [B, T, H, K], got {_shape(q)}")
-    if v.dim() != 4:
-        raise ValueError(f"v must have shape [B, T, HV, V], got {_shape(v)}")
-    B, T, H, K = q.shape
-    HV, V = v.shape[2], v.shape[3]
-    sizes = {"H": H, "HV": HV, "K": K, "V": V}
-    if H == 0 or HV % H != 0:
-        raise ValueError(f"HV, the heads of v, must be a multiple of H, the heads of q, got HV = {HV} and H = {H}")
-    if K == 0 or V == 0:
-        raise ValueError(f"K and V must be at least 1, got K = {K} and V = {V}")
+    if q.dim() != len(lead) + 2:
+        raise ValueError(f"q must have shape [{', '.join((*lead, 'H', 'K'))}], got {_shape(q)}")
+    if v.dim() != len(lead) + 2:
+        raise ValueError(f"v must have shape [{', '.join((*lead, 'HV', 'V'))}], got {_shape(v)}")
+    sizes = dict(zip((*lead, "H", "K"), q.shape, strict=True)) | {"HV": v.shape[-2], "V": v.shape[-1]}
+    if sizes["H"] == 0 or sizes["HV"] % sizes["H"] != 0:
+        raise ValueError(
+            f"HV, the heads of v, must be a multiple of H, the heads of q, "
+            f"got HV = {sizes['HV']} and H = {sizes['H']}"
+        )
+    if sizes["K"] == 0 or sizes["V"] == 0:
+        raise ValueError(f"K and V must be at least 1, got K = {sizes['K']} and V = {sizes['V']}")
     device = q.device
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"device {device.type!r} is not supported, only 'cpu' and 'cuda'")
@@ -1724,39 +2197,100 @@ def _check(streams: tuple[Tensor, ...], initial_state: Any, scale: Any, cu_seqle
     if q.dtype not in allowed:
         raise TypeError(f"q must have dtype {' or '.join(str(d) for d in allowed)} on {device.type}, got {q.dtype}")
     for (name, role, heads, axes), x in zip(_STREAMS, streams, strict=True):
-        want = (B, T, sizes[heads], *(sizes[a] for a in axes))
-        if x.dim() != len(want) or any(x.shape[i] != want[i] for i in range(len(want))):
-            symbols = ", ".join(("B", "T", heads, *axes))
-            raise ValueError(f"{name} must have shape [{symbols}] = {list(want)}, got {_shape(x)}")
+        symbols = (*lead, heads, *axes)
+        _check_shape(name, x, symbols, [sizes[s] for s in symbols])
         if role == "gate" and x.dtype != q.dtype and (x.dtype != torch.float32 or q.dtype == torch.float64):
             raise TypeError(f"{name} must have dtype float32 or that of q, {q.dtype}, got {x.dtype}")
         if role != "gate" and x.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}")
-    if cu_seqlens is not None:
-        raise NotImplementedError("cu_seqlens is not supported yet: call once a sequence, or pad")
-    if initial_state is not None:
-        if not isinstance(initial_state, Tensor):
-            raise TypeError(f"initial_state must be a tensor or None, got {type(initial_state).__name__}")
-        state = torch.float64 if q.dtype == torch.float64 else torch.float32
-        if initial_state.dtype != state:
-            raise TypeError(f"initial_state must have dtype {state}, got {initial_state.dtype}")
-        want = (B, HV, K, V)
-        if initial_state.dim() != 4 or any(initial_state.shape[i] != want[i] for i in range(4)):
-            raise ValueError(f"initial_state must have shape [N, HV, K, V] = {list(want)}, got {_shape(initial_state)}")
-        if initial_state.device != device:
-            raise ValueError(f"initial_state must be on the device of q, {device}, got {initial_state.device}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
-        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     if device.type == "cuda":
         if triton is None:
             raise NotImplementedError("CUDA tensors need triton, which is not installed")
-        _config(K, q.element_size())
+        _config(sizes["K"], q.element_size())
+        _check_products(q)
+    return sizes
+
+
+def _check_shape(name: str, x: Tensor, symbols: tuple[str, ...], want: list[int]) -> None:
+    if x.dim() != len(want) or any(x.shape[i] != want[i] for i in range(len(want))):
+        raise ValueError(f"{name} must have shape [{', '.join(symbols)}] = {want}, got {_shape(x)}")
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _check_products(q: Tensor) -> None:
+    """Refuse a GPU without matrix units for bfloat16, in which decays are summed and states multiplied."""
+    if torch.version.hip is None and not torch.compiler.is_compiling():
+        major, minor = _capability(q.device.index)
+        if major < 8:
+            raise NotImplementedError(f"delta needs compute capability 8.0 or later, {q.device} has {major}.{minor}")
+
+
+def _check_state(name: str, x: Any, rows: tuple[str, int], sizes: dict[str, int], q: Tensor) -> None:
+    """Raise on a state that is not [rows, HV, K, V] in float32 (float64 with float64 streams) beside q."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype != dtype:
+        raise TypeError(f"{name} must have dtype {dtype}, got {x.dtype}")
+    symbol, count = rows
+    _check_shape(name, x, (symbol, "HV", "K", "V"), [count, sizes["HV"], sizes["K"], sizes["V"]])
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+
+def _check_scale(scale: Any) -> None:
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+
+
+def _check_gates(streams: tuple[Tensor, ...]) -> None:
+    for (name, role, _, _), x in zip(_STREAMS, streams, strict=True):
+        if role == "gate" and not bool(torch.isfinite(x).all()):
+            raise ValueError(f"{name} must be finite, found inf or nan")
+
+
+def _check(streams: tuple[Tensor, ...], initial_state: Any, scale: Any, cu_seqlens: Any, check: bool) -> None:
+    """Raise TypeError, ValueError or NotImplementedError on what the kernels cannot run, before any launch."""
+    sizes = _check_streams(streams, ("B", "T"))
+    q = streams[_POSITION["q"]]
+    N = sizes["B"]
+    if cu_seqlens is not None:
+        N = _check_packing(cu_seqlens, sizes["B"], sizes["T"], q.device, check)
+    if initial_state is not None:
+        _check_state("initial_state", initial_state, ("N", N), sizes, q)
+    _check_scale(scale)
     if check:
-        for (name, role, _, _), x in zip(_STREAMS, streams, strict=True):
-            if role == "gate" and not bool(torch.isfinite(x).all()):
-                raise ValueError(f"{name} must be finite, found inf or nan")
+        _check_gates(streams)
+
+
+def _check_packing(cu_seqlens: Any, B: int, T: int, device: torch.device, check: bool) -> int:
+    """The number of packed sequences, or an error on boundaries that are not."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a tensor or None, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must have dtype torch.int32 or torch.int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape [N + 1] with N at least 1, got {_shape(cu_seqlens)}")
+    if cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
+    if B != 1:
+        raise ValueError(f"B must be 1 with cu_seqlens: sequences are packed along T, got B = {B}")
+    if check:
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0:
+            raise ValueError(f"cu_seqlens must begin with 0, got {bounds[0]}")
+        for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+            if end < start:
+                raise ValueError(f"cu_seqlens must not decrease, got {start} and {end} at {n} and {n + 1}")
+        if bounds[-1] > T:
+            raise ValueError(f"cu_seqlens must end within T = {T} tokens, got {bounds[-1]}")
+    return cu_seqlens.shape[0] - 1
 
 
 def delta(
@@ -1788,13 +2322,16 @@ def delta(
         v: [B, T, HV, V], the dtype of q.
         beta: [B, T, HV], the dtype of q or float32.
         scale: a number; K^-1/2 if None.
-        initial_state: [B, HV, K, V], float32 (float64 with float64 inputs); zero if None.
+        initial_state: [N, HV, K, V], float32 (float64 with float64 inputs); zero if None. N is B, or the number of
+            packed sequences.
         output_final_state: whether the state after the last token is given.
-        cu_seqlens: packed sequences; not supported yet.
-        check: also verify that gates are finite, at the price of a device read.
+        cu_seqlens: [N + 1], int32 or int64, on the device of q: sequence n is the tokens cu_seqlens[n] to
+            cu_seqlens[n + 1] - 1 of the one batch row. An empty sequence keeps its state; tokens of no sequence have
+            output and gradients 0. Its values are not read by the host and may change between replays of a CUDA graph.
+        check: also verify that boundaries are in order and gates finite, at the price of a device read.
 
     Returns:
-        o, [B, T, HV, V] in the dtype of v, and the final state, [B, HV, K, V] in float32, or None.
+        o, [B, T, HV, V] in the dtype of v, and the final state, [N, HV, K, V] in float32, or None.
 
     Raises:
         TypeError: a dtype or a kind of argument that is not supported.
@@ -1807,5 +2344,87 @@ def delta(
     factor = float(K) ** -0.5 if scale is None else float(scale)
     tensors = streams if initial_state is None else (*streams, initial_state)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    o, final_state, *_ = _FORWARD_OP(q, k, v, beta, initial_state, factor, output_final_state, save)
+    chunks = sequences = None
+    if cu_seqlens is not None:
+        C = _chunk_size(K, q.element_size(), q.device.type != "cpu")
+        chunks, sequences = _packing(cu_seqlens, q.shape[1], C)
+    o, final_state, *_ = _FORWARD_OP(
+        q, k, v, beta, initial_state, chunks, sequences, factor, output_final_state, save
+    )
     return o, final_state if output_final_state else None
+
+
+def delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    inplace: bool = False,
+    state_indices: Tensor | None = None,
+    check: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token a row of delta, for decoding; no gradients.
+
+    The recurrence above as it stands, in float32: o and the state agree with delta to rounding.
+
+    Args:
+        q: [B, H, K], float32, bfloat16 or float16 (float64 on the CPU).
+        k: [B, H, K], the dtype of q.
+        v: [B, HV, V], the dtype of q.
+        beta: [B, HV], the dtype of q or float32.
+        state: [B, HV, K, V], float32 (float64 with float64 inputs), any strides; with state_indices [P, HV, K, V], a pool.
+        scale: a number; K^-1/2 if None.
+        inplace: write the next state into state, and return it; otherwise into a new tensor.
+        state_indices: [B], int32 or int64, the slot of each row in the pool, with inplace. A row whose slot is negative or
+            P or more is padding: its output is 0 and no slot is read or written for it. Other rows' slots must differ.
+        check: also verify that gates are finite and slots in order, at the price of a device read.
+
+    Returns:
+        o, [B, HV, V] in the dtype of v, and the next state.
+
+    Raises:
+        TypeError: a dtype or a kind of argument that is not supported.
+        ValueError: a shape, a value, or tensors on more than one device.
+        NotImplementedError: a size, device or option that is not supported; gradients asked for.
+    """
+    streams = (q, k, v, beta,)
+    sizes = _check_streams(streams, ("B",))
+    rows = ("B", sizes["B"])
+    if state_indices is not None:
+        _check_slots(state_indices, sizes["B"], q, inplace)
+        rows = ("P", state.shape[0] if isinstance(state, Tensor) and state.dim() == 4 else 0)
+    _check_state("state", state, rows, sizes, q)
+    if inplace and any(s == 0 and n > 1 for n, s in zip(state.shape, state.stride(), strict=True)):
+        raise ValueError(f"state must not be expanded with inplace=True, got strides {list(state.stride())}")
+    _check_scale(scale)
+    if check:
+        _check_gates(streams)
+        if state_indices is not None:
+            used = state_indices[(state_indices >= 0) & (state_indices < rows[1])]
+            if used.unique().numel() != used.numel():
+                raise ValueError("state_indices must not name a slot twice")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*streams, state)):
+        raise NotImplementedError("delta_step has no gradients: call it under torch.no_grad(), or delta with T = 1")
+    factor = float(sizes["K"]) ** -0.5 if scale is None else float(scale)
+    if not inplace:
+        o, state_next = _STEP_OP(q, k, v, beta, state, factor)
+        return o, state_next
+    return _STEP_IN_PLACE_OP(q, k, v, beta, state, state_indices, factor), state
+
+
+def _check_slots(indices: Any, B: int, q: Tensor, inplace: bool) -> None:
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"state_indices must be a tensor or None, got {type(indices).__name__}")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"state_indices must have dtype torch.int32 or torch.int64, got {indices.dtype}")
+    _check_shape("state_indices", indices, ("B",), [B])
+    if indices.device != q.device:
+        raise ValueError(f"state_indices must be on the device of q, {q.device}, got {indices.device}")
+    if not inplace:
+        raise ValueError("state_indices needs inplace=True: a pool is updated where it is")
+
+
+delta.step = delta_step  # type: ignore[attr-defined]

@@ -26,8 +26,8 @@ def run(job: dict) -> list[Tensor]:
     streams, h0, scale = job["streams"], job["h0"], job["scale"]
     every = (1 << (len(streams) + 1)) - 1
     with torch.no_grad():
-        o, ht, *saved = module._forward_triton(*streams, h0, scale, True, True)
-        grads = module._backward_triton(job["do"], job["dht"], *streams, h0, *saved, scale, every)
+        o, ht, *saved = module._forward_triton(*streams, h0, None, None, scale, True, True)
+        grads = module._backward_triton(job["do"], job["dht"], *streams, h0, None, None, *saved, scale, every)
     return [o, ht, *grads]
 
 

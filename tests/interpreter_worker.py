@@ -10,6 +10,7 @@ bfloat16 is left out: the interpreter multiplies its bit patterns.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -43,16 +44,16 @@ def run_case(name: str, case: tuple) -> tuple[list[str], dict[str, float]]:
 
     plain, state0 = [x.detach() for x in streams], None if h0 is None else h0.detach()
     with torch.no_grad():
-        o, ht, *saved = module._forward_triton(*plain, state0, scale, True, True)
+        o, ht, *saved = module._forward_triton(*plain, state0, None, None, scale, True, True)
         every = (1 << (len(plain) + 1)) - 1 if state else (1 << len(plain)) - 1
-        grads = module._backward_triton(do, dht, *plain, state0, *saved, scale, every)
+        grads = module._backward_triton(do, dht, *plain, state0, None, None, *saved, scale, every)
 
     keys = [f"d{n}" for n in names(name)] + ["dh0"] * state
     got = {"o": o, "ht": ht, **dict(zip(keys, list(grads)[: len(keys)], strict=True))}
     failures = metrics.check(name, got, ref, dtype, streams)
     if dtype_name == "float32" and regime == "mild":
         with torch.no_grad():
-            again, *_ = module._forward_triton(*plain, state0, scale, False, False)
+            again, *_ = module._forward_triton(*plain, state0, None, None, scale, False, False)
         if not torch.equal(o, again):
             failures.append("o: differs between a call that saves for backward and one that does not")
     leaves = {**dict(zip(keys, streams, strict=False)), "dh0": h0}
@@ -60,6 +61,65 @@ def run_case(name: str, case: tuple) -> tuple[list[str], dict[str, float]]:
         f"{k}: {got[k].dtype} for an input of {leaves[k].dtype}" for k in keys if got[k].dtype != leaves[k].dtype
     ]
     return [f"{dtype_name} {regime} {'x'.join(map(str, sizes))}: {line}" for line in failures], metrics.worst(got, ref)
+
+
+# Packed: empty sequences at both ends and inside, whole chunks, tails, and rows that belong to none.
+BOUNDS = (0, 0, 5, 5, 37, 40, 40)
+PACKED_SIZES = (1, 45, 1, 2, 20, 24)
+
+
+def run_module(module, streams, h0, do, dht, packing=(None, None)):
+    """Values and every gradient of the kernels, states included, as one flat list."""
+    scale = streams[0].shape[-1] ** -0.5
+    with torch.no_grad():
+        o, ht, *saved = module._forward_triton(*streams, h0, *packing, scale, True, True)
+        every = (1 << (len(streams) + 1)) - 1
+        return [o, ht, *module._backward_triton(do, dht, *streams, h0, *packing, *saved, scale, every)]
+
+
+def scattered(x: torch.Tensor, fill: float) -> torch.Tensor:
+    """The same values as a view into a wider tensor, heads and tokens in another order of memory, `fill` around."""
+    wide = x.new_full((x.shape[2], x.shape[0], x.shape[1] + 3, *(n + 2 for n in x.shape[3:])), fill)
+    view = wide.permute(1, 2, 0, *range(3, x.dim()))[:, 2:-1]
+    view = view if x.dim() == 3 else view[..., 1:-1]
+    view.copy_(x)
+    return view
+
+
+def run_layouts(name: str) -> list[str]:
+    """Packed against one call a sequence, and strided against contiguous: the same bits; NaN around changes none."""
+    module = importlib.import_module(f"dplrgen.generated.{name}")
+    streams, _, do, _ = make(name, *PACKED_SIZES, torch.float32, regime="mild", state=False, seed=81)
+    streams = [x.detach() for x in streams]
+    count, (_, _, _, HV, K, V) = len(BOUNDS) - 1, PACKED_SIZES
+    generator = torch.Generator().manual_seed(82)
+    h0, dht = torch.randn(2, count, HV, K, V, generator=generator)
+    chunk = module._config(K, 4)[0]
+    packing = module._packing(torch.tensor(BOUNDS), PACKED_SIZES[1], chunk)
+    nan = float("nan")
+    for x in (*streams, do):
+        x[:, BOUNDS[-1] :] = nan
+    got = run_module(module, streams, h0, do, dht, packing)
+    failures = []
+    for n, (start, end) in enumerate(itertools.pairwise(BOUNDS)):
+        own = [x[:, start:end].contiguous() for x in streams]
+        alone = run_module(module, own, h0[n : n + 1], do[:, start:end], dht[n : n + 1])
+        for label, x, y in zip(("o", "ht", *(f"d{s}" for s in names(name)), "dh0"), got, alone, strict=True):
+            part = x[n : n + 1] if label in ("ht", "dh0") else x[:, start:end]
+            if not torch.equal(part, y):
+                failures.append(f"packed: {label} of sequence {n} differs from a call of its own")
+    for i, x in enumerate(got):
+        if i != 1 and i != len(got) - 1 and (x[:, BOUNDS[-1] :] != 0).any():
+            failures.append(f"packed: result {i} is not 0 past the last boundary")
+    views = [scattered(x, nan) for x in streams]
+    wide_do = do[..., :1].expand(do.shape)
+    far = run_module(module, views, h0, wide_do, dht, packing)
+    near = run_module(module, streams, h0, wide_do.contiguous(), dht, packing)
+    failures += [
+        f"strided: result {i} differs" for i, (x, y) in enumerate(zip(far, near, strict=True)) if not torch.equal(x, y)
+    ]
+    failures += [f"strided: result {i} has gaps" for i, x in enumerate(far) if not x.is_contiguous()]
+    return failures
 
 
 def main(variants: list[str]) -> None:
@@ -79,6 +139,10 @@ def main(variants: list[str]) -> None:
                 failures, worst = ["\n".join(traceback.format_exc().splitlines()[-12:])], {}
             entry["failures"] += failures
             entry["worst"] = {k: max(v, entry["worst"].get(k, 0.0)) for k, v in worst.items()} or entry["worst"]
+        try:
+            report[name]["float32"]["failures"] += run_layouts(name)
+        except Exception:
+            report[name]["float32"]["failures"] += ["\n".join(traceback.format_exc().splitlines()[-12:])]
     print(json.dumps(report))
 
 

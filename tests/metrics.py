@@ -63,7 +63,7 @@ def worst(got: Result, ref: Result) -> dict[str, float]:
 
 def backward_of(o: Tensor, ht: Tensor | None, do: Tensor | None, dht: Tensor | None, leaves: Sequence[Tensor]):
     """The gradients of <o, do> + <ht, dht>, zeros for a leaf that nothing reaches."""
-    pairs = [(y, dy) for y, dy in ((o, do), (ht, dht)) if dy is not None and y is not None]
+    pairs = [(y, dy) for y, dy in ((o, do), (ht, dht)) if dy is not None and y is not None and y.requires_grad]
     outputs, cotangents = [y for y, _ in pairs], [dy.to(y.dtype) for y, dy in pairs]
     grads = torch.autograd.grad(outputs, list(leaves), cotangents, allow_unused=True)
     return [torch.zeros_like(x) if dx is None else dx for x, dx in zip(leaves, grads, strict=True)]

@@ -206,7 +206,8 @@ def _loop(variant: str, step: Callable[..., Tensor]) -> Oracle:
         for t, query in enumerate(q.unbind(0)):
             h = step(h, **{n: x[t] for n, x in rows.items()})
             outputs.append(scale * read(h, query))
-        return torch.stack(outputs, dim=1), h
+        o = torch.stack(outputs, dim=1) if outputs else h.new_zeros(batch, 0, value_heads, value_size)
+        return o, h
 
     oracle.__name__ = oracle.__qualname__ = variant
     oracle.__doc__ = step.__doc__

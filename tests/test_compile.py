@@ -104,7 +104,7 @@ def forward_args(name: str, *, state: bool, grad: bool) -> tuple:
     streams, h0, _, _ = make(name, 1, 37, 1, 2, 16, 24, F32, state=state, seed=64)
     if not grad:
         streams, h0 = [x.detach() for x in streams], None if h0 is None else h0.detach()
-    return (*streams, h0, 0.25, True, grad)
+    return (*streams, h0, None, None, 0.25, True, grad)
 
 
 # With and without a state, saving for backward or not: every pair for two variants, the extremes for the others.

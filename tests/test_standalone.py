@@ -106,7 +106,7 @@ def test_alone(folder: Path) -> None:
     body = """
 module = load("copied")
 assert not any("dplrgen" in name for name in sys.modules)
-assert module.__all__ == ["kda"]
+assert module.__all__ == ["kda", "kda_step"]
 run("alone", module.kda)
 """
     assert run_script(folder, body, refused=("dplrgen", "generated", "jinja2", "networkx")) == ["alone"]

@@ -162,7 +162,7 @@ def used(tree: ast.Module) -> set[str]:
 def test_the_public_names() -> None:
     assert dplrgen.__all__ == PUBLIC
     assert dir(dplrgen) == PUBLIC
-    assert ops.__all__ == dir(ops) == sorted(VARIANTS)
+    assert ops.__all__ == dir(ops) == sorted([*VARIANTS, *(f"{n}_step" for n in VARIANTS)])
     assert re.fullmatch(r"\d+\.\d+\.\d+", dplrgen.__version__)
     assert dplrgen.__version__ == codegen.VERSION
     assert (PACKAGE / "py.typed").is_file()
@@ -247,7 +247,7 @@ def test_generated_files_import_torch_triton_and_the_standard_library(name: str)
     roots = {module.split(".")[0] for module in imports(tree, deep=True)}
     assert roots - sys.stdlib_module_names == {"torch", "triton"}
     public = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
-    assert [ast.literal_eval(n.value) for n in public] == [[name]]
+    assert [ast.literal_eval(n.value) for n in public] == [[name, f"{name}_step"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

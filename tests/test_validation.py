@@ -211,12 +211,27 @@ def test_streams_by_name_and_options_by_name_only(name: str) -> None:
         op(*streams[:-1])
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ORACLES)
-def test_packed_sequences_are_refused_for_now(name: str, dtype: torch.dtype) -> None:
-    streams = [x[:1] for x in plain(name)]
-    with pytest.raises(NotImplementedError, match="cu_seqlens"):
-        getattr(ops, name)(*streams, cu_seqlens=torch.tensor([0, 9, 21], dtype=dtype))
+def test_packing_is_validated(name: str) -> None:
+    op, two = getattr(ops, name), plain(name)
+    one = [x[:1] for x in two]
+    bounds = torch.tensor([0, 9, 21])
+    state = torch.zeros(3, SIZES[3], *SIZES[4:])
+    for streams, options, kind, text in (
+        (one, {"cu_seqlens": [0, 9]}, TypeError, "cu_seqlens must be a tensor or None, got list"),
+        (one, {"cu_seqlens": bounds.float()}, TypeError, "dtype torch.int32 or torch.int64, got torch.float32"),
+        (one, {"cu_seqlens": bounds[None]}, ValueError, r"shape \[N \+ 1\] with N at least 1, got \[1, 3\]"),
+        (one, {"cu_seqlens": bounds[:1]}, ValueError, r"shape \[N \+ 1\] with N at least 1, got \[1\]"),
+        (
+            two,
+            {"cu_seqlens": bounds},
+            ValueError,
+            "B must be 1 with cu_seqlens: sequences are packed along T, got B = 2",
+        ),
+        (one, {"cu_seqlens": bounds, "initial_state": state}, ValueError, r"\[N, HV, K, V\] = \[2, .*\], got \[3, "),
+    ):
+        with pytest.raises(kind, match=text):
+            op(*streams, **options)
 
 
 @pytest.mark.parametrize("name", ORACLES)
