@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program ea58dc25:
+# the delta rule, no decay, program e86534e4:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta", "delta_step"]
 
-_NAME = "delta_ea58dc25"
+_NAME = "delta_e86534e4"
 
 
 #: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
@@ -1915,7 +1915,8 @@ def _step_token(
     in_k = col_k < K
     in_v = col_v < V
     inside = (col_k < tl.where(there, K, 0))[:, None] & in_v[None, :]
-    S_at = slot * S_stride_b + head_v * S_stride_h + col_k[:, None] * S_stride_k + col_v[None, :] * S_stride_v
+    far_k, far_v = col_k.to(tl.int64)[:, None], col_v.to(tl.int64)[None, :]
+    S_at = slot * S_stride_b + head_v * S_stride_h + far_k * S_stride_k + far_v * S_stride_v
     S = tl.load(S_ptr + S_at, mask=inside, other=0.0)
     q = tl.load(q_ptr + batch * q_stride_b + head * q_stride_h + col_k * q_stride_c, mask=in_k, other=0.0).to(tl.float32)
     k = tl.load(k_ptr + batch * k_stride_b + head * k_stride_h + col_k * k_stride_c, mask=in_k, other=0.0).to(tl.float32)
@@ -1932,7 +1933,7 @@ def _step_token(
     # o = sum_K((S_next * (scale * q)))
     o = tl.sum((S_next * (scale * q)[:, None]), 0)
     S_next_at = slot * S_next_stride_b + head_v * S_next_stride_h
-    S_next_at += col_k[:, None] * S_next_stride_k + col_v[None, :] * S_next_stride_v
+    S_next_at += far_k * S_next_stride_k + far_v * S_next_stride_v
     tl.store(S_next_out + S_next_at, S_next, mask=inside)
     tl.store(o_out + lane * V + col_v, tl.where(there, o, 0.0), mask=in_v)
 
@@ -2265,8 +2266,23 @@ def _check(streams: tuple[Tensor, ...], initial_state: Any, scale: Any, cu_seqle
     if initial_state is not None:
         _check_state("initial_state", initial_state, ("N", N), sizes, q)
     _check_scale(scale)
+    if q.device.type == "cuda":
+        _check_limits(sizes, N)
     if check:
         _check_gates(streams)
+
+
+def _check_limits(sizes: dict[str, int], N: int) -> None:
+    """Refuse what the kernels' 32-bit numbers cannot hold: programs of a launch, tokens, and a chunk's rows of a tensor."""
+    B, T, HV, K, V = (sizes[s] for s in ("B", "T", "HV", "K", "V"))
+    for what, count in (
+        ("T", T),
+        ("B * HV * (T / 16 + 1)", B * HV * (T // 16 + 1)),
+        ("N * HV * (V / 16 + 1)", N * HV * (V // 16 + 1)),
+        ("64 * HV * max(K, V)", 64 * HV * max(K, V)),
+    ):
+        if count >= 2**31:
+            raise NotImplementedError(f"delta: {what} must be below 2^31 on a GPU, got {count}")
 
 
 def _check_packing(cu_seqlens: Any, B: int, T: int, device: torch.device, check: bool) -> int:
