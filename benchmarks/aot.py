@@ -210,6 +210,7 @@ def _as_on(module: ModuleType, target: Target) -> Iterator[None]:
     with (
         mock.patch.object(module, "_setting", setting),
         mock.patch.object(module, "_shared_memory", return_value=target.shared),
+        mock.patch.object(module, "_capability", return_value=(target.gpu.arch // 10, 0) if vendor is None else (9, 4)),
         mock.patch.object(torch.version, "hip", vendor),
     ):
         yield

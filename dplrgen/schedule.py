@@ -426,8 +426,9 @@ def _phases(body: list[Node], loops: tuple[str, ...], kept: frozenset[Node]) -> 
 
 
 def _put_off(body: list[Node], walk: Mapping[Node, str], number: dict[Node, int]) -> None:
-    """Move what stands between loops to just before it is read, so that no loop holds what it does not use; and what one
-    loop makes to the loop that reads it, so that no product is needed in two.
+    """Move what stands between loops to just before it is read, so that no loop holds what it does not use.
+
+    What one loop makes moves to the loop that reads it, so that no product is needed in two.
     """
     readers: dict[Node, list[Node]] = {}
     for n in body:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program 72884e7b:
+# Comba: the erase key is an input of its own, program dfd347e7:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba", "comba_step"]
 
-_NAME = "comba_72884e7b"
+_NAME = "comba_dfd347e7"
 
 
 #: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
@@ -1848,7 +1848,7 @@ def _forward_rows(
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
-    final_state = end_S.clone() if output_final_state else like.new_empty((0,))
+    final_state = end_S.clone(memory_format=torch.contiguous_format) if output_final_state else like.new_empty((0,))
     return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), ]
 
 
@@ -2093,7 +2093,7 @@ def _backward_rows(
         _tokens(dp, given[3]) if needs & 8 else like.new_empty((0,)),
         _tokens(dg, given[4]) if needs & 16 else like.new_empty((0,)),
         _tokens(dbeta, given[5]) if needs & 32 else like.new_empty((0,)),
-        end_dS.clone() if needs & 64 else like.new_empty((0,)),
+        end_dS.clone(memory_format=torch.contiguous_format) if needs & 64 else like.new_empty((0,)),
     ]
 
 

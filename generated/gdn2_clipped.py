@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 2273e8be:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program c3215b8e:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped", "gdn2_clipped_step"]
 
-_NAME = "gdn2_clipped_2273e8be"
+_NAME = "gdn2_clipped_c3215b8e"
 
 
 #: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
@@ -2800,7 +2800,7 @@ def _forward_rows(
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
-    final_state = end_S.clone() if output_final_state else like.new_empty((0,))
+    final_state = end_S.clone(memory_format=torch.contiguous_format) if output_final_state else like.new_empty((0,))
     return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), Aqa.contiguous() if save else like.new_empty((0,)), E.contiguous() if save else like.new_empty((0,)), M3.contiguous() if save else like.new_empty((0,)), ]
 
 
@@ -3167,7 +3167,7 @@ def _backward_rows(
         _tokens(dv, given[3]) if needs & 8 else like.new_empty((0,)),
         _tokens(dg, given[4]) if needs & 16 else like.new_empty((0,)),
         _tokens(deta, given[5]) if needs & 32 else like.new_empty((0,)),
-        end_dS.clone() if needs & 64 else like.new_empty((0,)),
+        end_dS.clone(memory_format=torch.contiguous_format) if needs & 64 else like.new_empty((0,)),
     ]
 
 

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 09439f22:
+# gated linear attention, one decay a channel, program ded89ef2:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_09439f22"
+_NAME = "gla_ded89ef2"
 
 
 #: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
@@ -1654,7 +1654,7 @@ def _forward_rows(
         S = S_next
     end_S = S
     o = _stack(o_all, v, NT, C, dtype)
-    final_state = end_S.clone() if output_final_state else like.new_empty((0,))
+    final_state = end_S.clone(memory_format=torch.contiguous_format) if output_final_state else like.new_empty((0,))
     return [_tokens(o, like_v), final_state, Aqk.contiguous() if save else like.new_empty((0,)), ]
 
 
@@ -1824,7 +1824,7 @@ def _backward_rows(
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),
         _tokens(dv, given[2]) if needs & 4 else like.new_empty((0,)),
         _tokens(dg, given[3]) if needs & 8 else like.new_empty((0,)),
-        end_dS.clone() if needs & 16 else like.new_empty((0,)),
+        end_dS.clone(memory_format=torch.contiguous_format) if needs & 16 else like.new_empty((0,)),
     ]
 
 
