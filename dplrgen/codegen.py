@@ -108,7 +108,7 @@ def _ranges(n: Node) -> bool:
     if n.op == "matmul":
         return any(_ranges(a) for a in n.args)
     if n.op in ("mul", "neg", "add"):
-        return n.axes in (("C", "K"), ("K", "V")) and any(_ranges(a) for a in n.args)
+        return n.axes in (("C", "K"), ("C", "V"), ("K", "V")) and any(_ranges(a) for a in n.args)
     return n.op == "input" and n.axes == ("K", "V")
 
 
@@ -387,7 +387,7 @@ def storage(n: Node, plan: Plan) -> str:
     if n.axes == ("C", "V") and readers and all(m.op in ("add", "neg") for m in readers):
         return "sum"
     if n.axes in (("C", "V"), ("C", "C"), ("K", "V")):
-        return "range" if n.axes == ("K", "V") else "dot"
+        return "range" if _ranges(n) or n.axes == ("K", "V") else "dot"
     if n.axes == ("C", "K") and readers and all(m.op == "matmul" for m in readers):
         return "range" if _ranges(n) else "dot"
     return "float32"

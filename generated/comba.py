@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program dfd347e7:
+# Comba: the erase key is an input of its own, program 81411de2:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,21 +48,36 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba", "comba_step"]
 
-_NAME = "comba_dfd347e7"
+_NAME = "comba_81411de2"
 
 
-#: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
+#: What kernels are not compiled anew for.
 _UNSPECIALIZED = (
     "scale",
     "T",
     "NT",
     "slots",
+    "q_stride_b",
+    "q_stride_t",
+    "q_stride_h",
+    "k_stride_b",
+    "k_stride_t",
+    "k_stride_h",
+    "v_stride_b",
+    "v_stride_t",
+    "v_stride_h",
+    "p_stride_b",
+    "p_stride_t",
+    "p_stride_h",
     "g_stride_b",
     "g_stride_t",
     "g_stride_h",
     "beta_stride_b",
     "beta_stride_t",
     "beta_stride_h",
+    "do_stride_b",
+    "do_stride_t",
+    "do_stride_h",
 )
 
 
@@ -346,6 +361,8 @@ def _forward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -391,13 +408,13 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = scale * q
         x2 = scale * q
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x3 = x2 @ k^T
         x3 += _dot(x2, tl.trans(k), DOT, PRECISION)
-        p = _load_rows(p_ptr + batch * p_stride_b + start * p_stride_t + head * p_stride_h, row, col_k, p_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        p = _load_rows(p_ptr + (batch * p_stride_b + start * p_stride_t + head * p_stride_h) * UNIT_K, row, col_k, p_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x5 = p @ k^T
         x5 += _dot(p, tl.trans(k), DOT, PRECISION)
         # QL = x2 * x10
@@ -423,14 +440,14 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        p = _load_rows(p_ptr + batch * p_stride_b + start * p_stride_t + head * p_stride_h, row, col_k, p_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        p = _load_rows(p_ptr + (batch * p_stride_b + start * p_stride_t + head * p_stride_h) * UNIT_K, row, col_k, p_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x12 = x7 @ (p * x10)
         x12 = _dot(x7, (p * x10[:, None]), RANGE, PRECISION)
         _store_rows(x12_out + tile * C * K, x12, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x8 = x7 @ v
         x8 = _dot(x7, v, DOT, PRECISION)
         _store_rows(x8_out + tile * C * V, x8, row, col_v, V, C, V, V % BV == 0)
@@ -458,6 +475,8 @@ def _forward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -512,7 +531,7 @@ def _forward_scan(
         Vnew = x8 + (-x13)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x15 = Aqk @ Vnew
-        x15 = _dot(Aqk, Vnew, DOT, PRECISION)
+        x15 = _dot(Aqk, Vnew, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x16 = QL @ S
         x16 = _dot(QL, S, RANGE, PRECISION)
@@ -522,7 +541,7 @@ def _forward_scan(
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x19 = KT^T @ Vnew
-        x19 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        x19 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x19 + (S * Gc)
         S_next = x19 + (S * Gc)
@@ -584,6 +603,8 @@ def _backward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -631,15 +652,15 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        p = _load_rows(p_ptr + batch * p_stride_b + start * p_stride_t + head * p_stride_h, row, col_k, p_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        p = _load_rows(p_ptr + (batch * p_stride_b + start * p_stride_t + head * p_stride_h) * UNIT_K, row, col_k, p_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = x5 @ (p * x2)
         x8 = _dot(x5, (p * x2[:, None]), RANGE, PRECISION)
         _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # KT = k * x18
         KT = k * x18[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
         QL = (scale * q) * x2[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -647,11 +668,11 @@ def _backward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x6 = x5 @ v
         x6 = _dot(x5, v, DOT, PRECISION)
         _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x25 = Aqk^T @ do
         x25 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x25_out + tile * C * V, x25, row, col_v, V, C, V, V % BV == 0)
@@ -678,6 +699,8 @@ def _backward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -734,7 +757,7 @@ def _backward_scan(
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x68 = KT^T @ Vnew
-        x68 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        x68 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x68 + (S * Gc)
         S_next = x68 + (S * Gc)
@@ -769,6 +792,8 @@ def _backward_reverse(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -824,7 +849,7 @@ def _backward_reverse(
         dVnew = x24 + x25
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x71 = QL^T @ do
         x71 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -880,6 +905,8 @@ def _backward_finish(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -920,21 +947,21 @@ def _backward_finish(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
+        dAqk += _dot(do, tl.trans(Vnew), RANGE, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = Vnew @ dS^T
         dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x26 = E^T @ dVnew
-        x26 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        x26 = _dot(tl.trans(E), dVnew, RANGE, PRECISION)
         # x27 = x26 @ Vnew^T
-        x27 += _dot(x26, tl.trans(Vnew), DOT, PRECISION)
+        x27 += _dot(x26, tl.trans(Vnew), RANGE, PRECISION)
         # dv = x26 * beta
         dv = x26 * beta[:, None]
         if NEED & 4:
@@ -945,7 +972,7 @@ def _backward_finish(
         x55 = dS * S
         # x56 = sum_V(x55)
         x56 += tl.sum(x55, 1)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x64 = x26 * v
         x64 = x26 * v
         # x65 = sum_V(x64)
@@ -1010,6 +1037,8 @@ def _backward_finish_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1062,7 +1091,7 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x12 = x11 @ k
         x12 = _dot(x11, k, DOT, PRECISION)
         dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1070,12 +1099,12 @@ def _backward_finish_1(
         dq = ((dQL * x2[:, None]) + (x12 + (x13[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, rows, K, K % BK == 0)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x20 = scale * q
         x20 = scale * q
         # x23 = x11^T @ x20
         x23 = _dot(tl.trans(x11), x20, DOT, PRECISION)
-        p = _load_rows(p_ptr + batch * p_stride_b + start * p_stride_t + head * p_stride_h, row, col_k, p_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        p = _load_rows(p_ptr + (batch * p_stride_b + start * p_stride_t + head * p_stride_h) * UNIT_K, row, col_k, p_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x29 = beta * p
         x29 = beta[:, None] * p
         # x30 = x28^T @ x29
@@ -1224,11 +1253,14 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "C": C,
         "K": K,
         "V": V,
+        "UNIT_K": _unit(K),
+        "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
-        "SOLVE": "ieee" if wide else "tf32",
+        # Where keys repeat, the inverse alternates in sign: its products need float32.
+        "SOLVE": "ieee" if wide or torch.version.hip else "tf32x3",
         "GATE_PARTS": parts if exact else 3 * parts,
         "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
@@ -1275,14 +1307,32 @@ def _counts(B: int, T: int, C: int, chunks: Tensor | None, sequences: Tensor | N
     return chunks.shape[0], sequences.shape[0] - 1
 
 
+def _unit(size: int) -> int:
+    """The largest power of two, up to 16, that divides the size: what every stride of a tensor without gaps is in."""
+    return min(16, size & -size)
+
+
 def _readable(x: Tensor, C: int) -> Tensor:
-    """The tensor if kernels can read it by its strides: channels side by side, a chunk within 2^31 elements; else a copy."""
-    near = max(x.stride(1), x.stride(2)) * C < 2**31
-    return x if (x.dim() == 3 or x.stride(3) == 1 or x.shape[3] == 1) and near else x.contiguous()
+    """The tensor if kernels can read it by its strides, or else a copy.
+
+    Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
+    elements. So one kernel, and its order of summing, serves every layout.
+    """
+    if x.stride(1) * C >= 2**31:
+        return x.contiguous()
+    if x.dim() == 3:
+        return x
+    unit = _unit(x.shape[3])
+    apart = x.stride(3) != 1 and x.shape[3] != 1
+    odd = any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return x.contiguous() if apart or odd or x.data_ptr() % 16 else x
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return (x, *x.stride()[:3])
+    """A tensor and its strides as kernels take them; that of an axis of one element does not matter."""
+    unit = _unit(x.shape[3]) if x.dim() == 4 else 1
+    b, t, h = (s // unit for s in x.stride()[:3])
+    return x, b, t, h
 
 
 def _forward_triton(
@@ -1455,7 +1505,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            Vnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1483,7 +1533,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1514,7 +1564,7 @@ def _backward_triton(
             )
         if needs & 63:
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=wide)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x28 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x33 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program b9f01a47:
+# gated diagonal plus low rank, the master form, program 50f5ed57:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,15 +53,36 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr", "dplr_step"]
 
-_NAME = "dplr_b9f01a47"
+_NAME = "dplr_50f5ed57"
 
 
-#: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
+#: What kernels are not compiled anew for.
 _UNSPECIALIZED = (
     "scale",
     "T",
     "NT",
     "slots",
+    "q_stride_b",
+    "q_stride_t",
+    "q_stride_h",
+    "k_stride_b",
+    "k_stride_t",
+    "k_stride_h",
+    "v_stride_b",
+    "v_stride_t",
+    "v_stride_h",
+    "a_stride_b",
+    "a_stride_t",
+    "a_stride_h",
+    "b_stride_b",
+    "b_stride_t",
+    "b_stride_h",
+    "g_stride_b",
+    "g_stride_t",
+    "g_stride_h",
+    "do_stride_b",
+    "do_stride_t",
+    "do_stride_h",
 )
 
 
@@ -341,6 +362,8 @@ def _forward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -372,10 +395,10 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        b = _load_rows(b_ptr + batch * b_stride_b + start * b_stride_t + head * b_stride_h, row, col_k, b_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # N = gram(b, a; g, to, strict=True)
         # Abk = gram(b, k; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
@@ -447,17 +470,17 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
-        b = _load_rows(b_ptr + batch * b_stride_b + start * b_stride_t + head * b_stride_h, row, col_k, b_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (b * exp(x2))
         W = _dot(E, (b * tl.exp(x2)), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x7 = Abk @ v
         x7 = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x7
@@ -502,6 +525,8 @@ def _forward_prepare_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -533,12 +558,12 @@ def _forward_prepare_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x = scale * q
         x = scale * q
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # Aqk = gram(x, k; g, to, strict=False)
         # Aqa = gram(x, a; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
@@ -597,7 +622,7 @@ def _forward_prepare_1(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x5 = Aqk @ v
         x5 = _dot(Aqk, v, DOT, PRECISION)
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
@@ -631,6 +656,8 @@ def _forward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -688,19 +715,19 @@ def _forward_scan(
         x9 = U + x8
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x10 = Aqa @ x9
-        x10 = _dot(Aqa, x9, DOT, PRECISION)
+        x10 = _dot(Aqa, x9, RANGE, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + -x10
         o = (x4 + x5) + (-x10)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x16 = KT^T @ v
         x16 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x18 = AT^T @ x9
-        x18 = _dot(tl.trans(AT), x9, DOT, PRECISION)
+        x18 = _dot(tl.trans(AT), x9, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x16) + -x18
         S_next = ((S * Gc[:, None]) + x16) + (-x18)
@@ -764,6 +791,8 @@ def _backward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -794,12 +823,12 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
         # x3 = exp(x2)
         x3 = tl.exp(x2)
-        b = _load_rows(b_ptr + batch * b_stride_b + start * b_stride_t + head * b_stride_h, row, col_k, b_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (b * x3)
         W = _dot(E, (b * x3), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
@@ -807,11 +836,11 @@ def _backward_prepare(
         x20 = _sums(_keep_after(row), g, GATE_PARTS)
         # x21 = exp(x20)
         x21 = tl.exp(x20)
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # AT = a * x21
         AT = a * x21
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # KT = k * x21
         KT = k * x21
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
@@ -820,7 +849,7 @@ def _backward_prepare(
         # Gc = exp(x73)
         Gc = tl.exp(x73)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x3
         QL = (scale * q) * x3
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -829,13 +858,13 @@ def _backward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x = Abk @ v
         x = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x
         U = _dot(E, x, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x29 = Aqa^T @ do
         x29 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # x30 = -x29
@@ -869,6 +898,8 @@ def _backward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -924,12 +955,12 @@ def _backward_scan(
         x5 = U + x4
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x76 = KT^T @ v
         x76 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x78 = AT^T @ x5
-        x78 = _dot(tl.trans(AT), x5, DOT, PRECISION)
+        x78 = _dot(tl.trans(AT), x5, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x76) + -x78
         S_next = ((S * Gc[:, None]) + x76) + (-x78)
@@ -964,6 +995,8 @@ def _backward_reverse(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1022,7 +1055,7 @@ def _backward_reverse(
         # x81 = W^T @ x31
         x81 = _dot(tl.trans(W), x31, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x83 = QL^T @ do
         x83 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -1077,6 +1110,8 @@ def _backward_finish(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1123,11 +1158,11 @@ def _backward_finish(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = do @ x5^T
-        x6 += _dot(do, tl.trans(x5), DOT, PRECISION)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        x6 += _dot(do, tl.trans(x5), RANGE, PRECISION)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
@@ -1138,13 +1173,13 @@ def _backward_finish(
         dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x32 = E^T @ x31
-        x32 = _dot(tl.trans(E), x31, DOT, PRECISION)
+        x32 = _dot(tl.trans(E), x31, RANGE, PRECISION)
         # dAbk = x32 @ v^T
-        dAbk += _dot(x32, tl.trans(v), DOT, PRECISION)
+        dAbk += _dot(x32, tl.trans(v), RANGE, PRECISION)
         # x35 = KT @ dS
         x35 = _dot(KT, dS, RANGE, PRECISION)
         # x36 = U2^T @ x31
-        x36 = _dot(tl.trans(U2), x31, DOT, PRECISION)
+        x36 = _dot(tl.trans(U2), x31, RANGE, PRECISION)
         # x38 = Aqk^T @ do
         x38 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x35 + x36) + x38
@@ -1154,7 +1189,7 @@ def _backward_finish(
         # x40 = x5 @ dS^T
         x40 += _dot(x5, tl.trans(dS), RANGE, PRECISION)
         # x45 = x32 @ x5^T
-        x45 += _dot(x32, tl.trans(x5), DOT, PRECISION)
+        x45 += _dot(x32, tl.trans(x5), RANGE, PRECISION)
         # dBL = x32 @ S^T
         dBL += _dot(x32, tl.trans(S), RANGE, PRECISION)
         # x72 = dS * S
@@ -1165,7 +1200,7 @@ def _backward_finish(
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
     _store_rows(x45_out + tile * C * C, x45, row, row, C, C, C, True)
-    g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+    g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x2 = sum[to](g)
     x2 = _sums(_keep_to(row), g, GATE_PARTS)
     # x3 = exp(x2)
@@ -1239,6 +1274,8 @@ def _backward_finish_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1276,14 +1313,14 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x23 = scale * q
         x23 = scale * q
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x16 = tl.zeros([C, BK, ], tl.float32)
-        b = _load_rows(b_ptr + batch * b_stride_b + start * b_stride_t + head * b_stride_h, row, col_k, b_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x34 = tl.zeros([C, BK, ], tl.float32)
         x47 = tl.zeros([C, BK, ], tl.float32)
         x54 = tl.zeros([C, BK, ], tl.float32)
@@ -1316,18 +1353,18 @@ def _backward_finish_1(
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
             left_3_16 = (operand_3_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x16_16 += decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
-            x54_16 -= decay_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
-            x54_16 += decay_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
-            x34_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x34_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-            x47_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x47_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(RANGE)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(RANGE)
+            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
+            x16_16 += decay_16 * _dot(cotangent_1_edge_16, right_1_16, RANGE, PRECISION)
+            x54_16 -= decay_16 * _dot(cotangent_3_edge_16, right_0_16, RANGE, PRECISION)
+            x54_16 += decay_16 * _dot(cotangent_2_edge_16, right_1_16, RANGE, PRECISION)
+            x34_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+            x34_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+            x47_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+            x47_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1337,14 +1374,14 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
         left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
-        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x16_16 += decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
-        x54_16 -= decay_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
-        x54_16 += decay_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
-        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x47_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x47_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
+        x16_16 += decay_left_16 * _dot(cotangent_1_16, right_1_16, RANGE, PRECISION)
+        x54_16 -= decay_left_16 * _dot(cotangent_3_16, right_0_16, RANGE, PRECISION)
+        x54_16 += decay_left_16 * _dot(cotangent_2_16, right_1_16, RANGE, PRECISION)
+        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+        x47_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+        x47_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
         x16 += tl.reshape(x16_16, [C, BK])
         x54 += tl.reshape(x54_16, [C, BK])
         x34 += tl.reshape(x34_16, [C, BK])
@@ -1356,18 +1393,18 @@ def _backward_finish_1(
             right_1 = (k * decay).to(DOT)
             left_2 = (x23 * decay).to(DOT)
             left_3 = (b * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, x6, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
-            cotangent_3_edge = tl.where(edge, x45, 0.0).to(DOT)
-            x16 -= decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x16 += decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
-            x54 -= decay * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
-            x54 += decay * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
-            x34 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
-            x34 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
-            x47 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
-            x47 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+            cotangent_0_edge = tl.where(edge, x6, 0.0).to(RANGE)
+            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
+            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(RANGE)
+            cotangent_3_edge = tl.where(edge, x45, 0.0).to(RANGE)
+            x16 -= decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
+            x16 += decay * _dot(cotangent_1_edge, right_1, RANGE, PRECISION)
+            x54 -= decay * _dot(cotangent_3_edge, right_0, RANGE, PRECISION)
+            x54 += decay * _dot(cotangent_2_edge, right_1, RANGE, PRECISION)
+            x34 += decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
+            x34 += decay * _dot(tl.trans(cotangent_2_edge), left_3, RANGE, PRECISION)
+            x47 += decay * _dot(tl.trans(cotangent_0_edge), left_2, RANGE, PRECISION)
+            x47 += decay * _dot(tl.trans(cotangent_3_edge), left_3, RANGE, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1377,14 +1414,14 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(DOT)
             left_2 = (x23 * decay_left).to(DOT)
             left_3 = (b * decay_left).to(DOT)
-            x16 -= decay_left * _dot(x6, right_0, DOT, PRECISION)
-            x16 += decay_left * _dot(dAqk, right_1, DOT, PRECISION)
-            x54 -= decay_left * _dot(x45, right_0, DOT, PRECISION)
-            x54 += decay_left * _dot(dAbk, right_1, DOT, PRECISION)
-            x34 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
-            x34 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
-            x47 += decay_right * _dot(tl.trans(x6), left_2, DOT, PRECISION)
-            x47 += decay_right * _dot(tl.trans(x45), left_3, DOT, PRECISION)
+            x16 -= decay_left * _dot(x6, right_0, RANGE, PRECISION)
+            x16 += decay_left * _dot(dAqk, right_1, RANGE, PRECISION)
+            x54 -= decay_left * _dot(x45, right_0, RANGE, PRECISION)
+            x54 += decay_left * _dot(dAbk, right_1, RANGE, PRECISION)
+            x34 += decay_right * _dot(tl.trans(dAqk), left_2, RANGE, PRECISION)
+            x34 += decay_right * _dot(tl.trans(dAbk), left_3, RANGE, PRECISION)
+            x47 += decay_right * _dot(tl.trans(x6), left_2, RANGE, PRECISION)
+            x47 += decay_right * _dot(tl.trans(x45), left_3, RANGE, PRECISION)
         x18 = _load_rows(x18_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * a) + (x9 * k)) + x16) + x18) * scale
         dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + x16) + x18) * scale
@@ -1520,11 +1557,14 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "C": C,
         "K": K,
         "V": V,
+        "UNIT_K": _unit(K),
+        "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
-        "SOLVE": "ieee" if wide else "tf32",
+        # Where keys repeat, the inverse alternates in sign: its products need float32.
+        "SOLVE": "ieee" if wide or torch.version.hip else "tf32x3",
         "GATE_PARTS": parts if exact else 3 * parts,
         "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
@@ -1571,14 +1611,32 @@ def _counts(B: int, T: int, C: int, chunks: Tensor | None, sequences: Tensor | N
     return chunks.shape[0], sequences.shape[0] - 1
 
 
+def _unit(size: int) -> int:
+    """The largest power of two, up to 16, that divides the size: what every stride of a tensor without gaps is in."""
+    return min(16, size & -size)
+
+
 def _readable(x: Tensor, C: int) -> Tensor:
-    """The tensor if kernels can read it by its strides: channels side by side, a chunk within 2^31 elements; else a copy."""
-    near = max(x.stride(1), x.stride(2)) * C < 2**31
-    return x if (x.dim() == 3 or x.stride(3) == 1 or x.shape[3] == 1) and near else x.contiguous()
+    """The tensor if kernels can read it by its strides, or else a copy.
+
+    Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
+    elements. So one kernel, and its order of summing, serves every layout.
+    """
+    if x.stride(1) * C >= 2**31:
+        return x.contiguous()
+    if x.dim() == 3:
+        return x
+    unit = _unit(x.shape[3])
+    apart = x.stride(3) != 1 and x.shape[3] != 1
+    odd = any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return x.contiguous() if apart or odd or x.data_ptr() % 16 else x
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return (x, *x.stride()[:3])
+    """A tensor and its strides as kernels take them; that of an axis of one element does not matter."""
+    unit = _unit(x.shape[3]) if x.dim() == 4 else 1
+    b, t, h = (s // unit for s in x.stride()[:3])
+    return x, b, t, h
 
 
 def _forward_triton(
@@ -1786,7 +1844,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x5 = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1816,7 +1874,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x31 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x31 = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1846,13 +1904,13 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x6 = q.new_empty((B, NT, HV, C, C), dtype=wide)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x18 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAbk = q.new_empty((B, NT, HV, C, C), dtype=wide)
             x41 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x45 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x45 = q.new_empty((B, NT, HV, C, C), dtype=wide)
             x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x74 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program cbd33f0b:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 86416dc5:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,15 +53,36 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_cbd33f0b"
+_NAME = "dplr_absorbed_86416dc5"
 
 
-#: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
+#: What kernels are not compiled anew for.
 _UNSPECIALIZED = (
     "scale",
     "T",
     "NT",
     "slots",
+    "q_stride_b",
+    "q_stride_t",
+    "q_stride_h",
+    "k_stride_b",
+    "k_stride_t",
+    "k_stride_h",
+    "v_stride_b",
+    "v_stride_t",
+    "v_stride_h",
+    "a_stride_b",
+    "a_stride_t",
+    "a_stride_h",
+    "d_stride_b",
+    "d_stride_t",
+    "d_stride_h",
+    "g_stride_b",
+    "g_stride_t",
+    "g_stride_h",
+    "do_stride_b",
+    "do_stride_t",
+    "do_stride_h",
 )
 
 
@@ -341,6 +362,8 @@ def _forward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -372,10 +395,10 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        d = _load_rows(d_ptr + batch * d_stride_b + start * d_stride_t + head * d_stride_h, row, col_k, d_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        d = _load_rows(d_ptr + (batch * d_stride_b + start * d_stride_t + head * d_stride_h) * UNIT_K, row, col_k, d_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # N = gram(d, a; g, before, strict=True)
         # Abk = gram(d, k; g, before, strict=True)
         g_16 = _blocks(g, C, BK)
@@ -453,17 +476,17 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = sum[before](g)
         x8 = _sums(_keep_before(row), g, GATE_PARTS)
-        d = _load_rows(d_ptr + batch * d_stride_b + start * d_stride_t + head * d_stride_h, row, col_k, d_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        d = _load_rows(d_ptr + (batch * d_stride_b + start * d_stride_t + head * d_stride_h) * UNIT_K, row, col_k, d_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (d * exp(x8))
         W = _dot(E, (d * tl.exp(x8)), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x7 = Abk @ v
         x7 = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x7
@@ -508,6 +531,8 @@ def _forward_prepare_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -539,12 +564,12 @@ def _forward_prepare_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x = scale * q
         x = scale * q
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # Aqk = gram(x, k; g, to, strict=False)
         # Aqa = gram(x, a; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
@@ -603,7 +628,7 @@ def _forward_prepare_1(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x5 = Aqk @ v
         x5 = _dot(Aqk, v, DOT, PRECISION)
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
@@ -637,6 +662,8 @@ def _forward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -694,19 +721,19 @@ def _forward_scan(
         x11 = U + x10
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x12 = Aqa @ x11
-        x12 = _dot(Aqa, x11, DOT, PRECISION)
+        x12 = _dot(Aqa, x11, RANGE, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + -x12
         o = (x4 + x5) + (-x12)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x18 = KT^T @ v
         x18 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x20 = AT^T @ x11
-        x20 = _dot(tl.trans(AT), x11, DOT, PRECISION)
+        x20 = _dot(tl.trans(AT), x11, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x18) + -x20
         S_next = ((S * Gc[:, None]) + x18) + (-x20)
@@ -770,6 +797,8 @@ def _backward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -800,10 +829,10 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = sum[before](g)
         x2 = _sums(_keep_before(row), g, GATE_PARTS)
-        d = _load_rows(d_ptr + batch * d_stride_b + start * d_stride_t + head * d_stride_h, row, col_k, d_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        d = _load_rows(d_ptr + (batch * d_stride_b + start * d_stride_t + head * d_stride_h) * UNIT_K, row, col_k, d_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (d * exp(x2))
         W = _dot(E, (d * tl.exp(x2)), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
@@ -811,11 +840,11 @@ def _backward_prepare(
         x22 = _sums(_keep_after(row), g, GATE_PARTS)
         # x23 = exp(x22)
         x23 = tl.exp(x22)
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # AT = a * x23
         AT = a * x23
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # KT = k * x23
         KT = k * x23
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
@@ -826,7 +855,7 @@ def _backward_prepare(
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # x18 = sum[to](g)
         x18 = _sums(_keep_to(row), g, GATE_PARTS)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * exp(x18)
         QL = (scale * q) * tl.exp(x18)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -835,13 +864,13 @@ def _backward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x = Abk @ v
         x = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x
         U = _dot(E, x, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x31 = Aqa^T @ do
         x31 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # x32 = -x31
@@ -875,6 +904,8 @@ def _backward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -930,12 +961,12 @@ def _backward_scan(
         x5 = U + x4
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x80 = KT^T @ v
         x80 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x82 = AT^T @ x5
-        x82 = _dot(tl.trans(AT), x5, DOT, PRECISION)
+        x82 = _dot(tl.trans(AT), x5, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x80) + -x82
         S_next = ((S * Gc[:, None]) + x80) + (-x82)
@@ -970,6 +1001,8 @@ def _backward_reverse(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1028,7 +1061,7 @@ def _backward_reverse(
         # x85 = W^T @ x33
         x85 = _dot(tl.trans(W), x33, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x87 = QL^T @ do
         x87 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -1083,6 +1116,8 @@ def _backward_finish(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1129,11 +1164,11 @@ def _backward_finish(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = do @ x5^T
-        x6 += _dot(do, tl.trans(x5), DOT, PRECISION)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        x6 += _dot(do, tl.trans(x5), RANGE, PRECISION)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
@@ -1144,13 +1179,13 @@ def _backward_finish(
         dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
         x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x34 = E^T @ x33
-        x34 = _dot(tl.trans(E), x33, DOT, PRECISION)
+        x34 = _dot(tl.trans(E), x33, RANGE, PRECISION)
         # dAbk = x34 @ v^T
-        dAbk += _dot(x34, tl.trans(v), DOT, PRECISION)
+        dAbk += _dot(x34, tl.trans(v), RANGE, PRECISION)
         # x37 = KT @ dS
         x37 = _dot(KT, dS, RANGE, PRECISION)
         # x38 = U2^T @ x33
-        x38 = _dot(tl.trans(U2), x33, DOT, PRECISION)
+        x38 = _dot(tl.trans(U2), x33, RANGE, PRECISION)
         # x40 = Aqk^T @ do
         x40 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x37 + x38) + x40
@@ -1160,7 +1195,7 @@ def _backward_finish(
         # x42 = x5 @ dS^T
         x42 += _dot(x5, tl.trans(dS), RANGE, PRECISION)
         # x47 = x34 @ x5^T
-        x47 += _dot(x34, tl.trans(x5), DOT, PRECISION)
+        x47 += _dot(x34, tl.trans(x5), RANGE, PRECISION)
         # dBL = x34 @ S^T
         dBL += _dot(x34, tl.trans(S), RANGE, PRECISION)
         # x65 = dS * S
@@ -1171,7 +1206,7 @@ def _backward_finish(
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
     _store_rows(x47_out + tile * C * C, x47, row, row, C, C, C, True)
-    g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+    g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x18 = sum[to](g)
     x18 = _sums(_keep_to(row), g, GATE_PARTS)
     # x20 = dQL * exp(x18)
@@ -1245,6 +1280,8 @@ def _backward_finish_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1282,14 +1319,14 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x25 = scale * q
         x25 = scale * q
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x15 = tl.zeros([C, BK, ], tl.float32)
-        d = _load_rows(d_ptr + batch * d_stride_b + start * d_stride_t + head * d_stride_h, row, col_k, d_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        d = _load_rows(d_ptr + (batch * d_stride_b + start * d_stride_t + head * d_stride_h) * UNIT_K, row, col_k, d_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x36 = tl.zeros([C, BK, ], tl.float32)
         x49 = tl.zeros([C, BK, ], tl.float32)
         x56 = tl.zeros([C, BK, ], tl.float32)
@@ -1323,18 +1360,18 @@ def _backward_finish_1(
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
             left_3_16 = (operand_3_16 * decay_before_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-            x15_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x15_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
-            x56_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
-            x56_16 += decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
-            x36_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x36_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-            x49_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x49_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(RANGE)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(RANGE)
+            x15_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
+            x15_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, RANGE, PRECISION)
+            x56_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, RANGE, PRECISION)
+            x56_16 += decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, RANGE, PRECISION)
+            x36_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+            x36_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+            x49_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+            x49_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1346,14 +1383,14 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
         left_3_16 = (operand_3_16 * decay_before_left_16).to(DOT)
-        x15_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x15_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
-        x56_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
-        x56_16 += decay_before_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
-        x36_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x36_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x49_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x49_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x15_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
+        x15_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, RANGE, PRECISION)
+        x56_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, RANGE, PRECISION)
+        x56_16 += decay_before_left_16 * _dot(cotangent_2_16, right_1_16, RANGE, PRECISION)
+        x36_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+        x36_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+        x49_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+        x49_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
         x15 += tl.reshape(x15_16, [C, BK])
         x56 += tl.reshape(x56_16, [C, BK])
         x36 += tl.reshape(x36_16, [C, BK])
@@ -1366,18 +1403,18 @@ def _backward_finish_1(
             right_1 = (k * decay).to(DOT)
             left_2 = (x25 * decay).to(DOT)
             left_3 = (d * decay_before).to(DOT)
-            cotangent_0_edge = tl.where(edge, x6, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
-            cotangent_3_edge = tl.where(edge, x47, 0.0).to(DOT)
-            x15 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x15 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
-            x56 -= decay_before * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
-            x56 += decay_before * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
-            x36 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
-            x36 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
-            x49 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
-            x49 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+            cotangent_0_edge = tl.where(edge, x6, 0.0).to(RANGE)
+            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
+            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(RANGE)
+            cotangent_3_edge = tl.where(edge, x47, 0.0).to(RANGE)
+            x15 += decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
+            x15 -= decay * _dot(cotangent_1_edge, right_1, RANGE, PRECISION)
+            x56 -= decay_before * _dot(cotangent_3_edge, right_0, RANGE, PRECISION)
+            x56 += decay_before * _dot(cotangent_2_edge, right_1, RANGE, PRECISION)
+            x36 += decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
+            x36 += decay * _dot(tl.trans(cotangent_2_edge), left_3, RANGE, PRECISION)
+            x49 += decay * _dot(tl.trans(cotangent_0_edge), left_2, RANGE, PRECISION)
+            x49 += decay * _dot(tl.trans(cotangent_3_edge), left_3, RANGE, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1389,14 +1426,14 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(DOT)
             left_2 = (x25 * decay_left).to(DOT)
             left_3 = (d * decay_before_left).to(DOT)
-            x15 += decay_left * _dot(x6, right_0, DOT, PRECISION)
-            x15 -= decay_left * _dot(dAqk, right_1, DOT, PRECISION)
-            x56 -= decay_before_left * _dot(x47, right_0, DOT, PRECISION)
-            x56 += decay_before_left * _dot(dAbk, right_1, DOT, PRECISION)
-            x36 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
-            x36 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
-            x49 += decay_right * _dot(tl.trans(x6), left_2, DOT, PRECISION)
-            x49 += decay_right * _dot(tl.trans(x47), left_3, DOT, PRECISION)
+            x15 += decay_left * _dot(x6, right_0, RANGE, PRECISION)
+            x15 -= decay_left * _dot(dAqk, right_1, RANGE, PRECISION)
+            x56 -= decay_before_left * _dot(x47, right_0, RANGE, PRECISION)
+            x56 += decay_before_left * _dot(dAbk, right_1, RANGE, PRECISION)
+            x36 += decay_right * _dot(tl.trans(dAqk), left_2, RANGE, PRECISION)
+            x36 += decay_right * _dot(tl.trans(dAbk), left_3, RANGE, PRECISION)
+            x49 += decay_right * _dot(tl.trans(x6), left_2, RANGE, PRECISION)
+            x49 += decay_right * _dot(tl.trans(x47), left_3, RANGE, PRECISION)
         x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * a) + (x9 * k)) + -x15) + x20) * scale
         dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + (-x15)) + x20) * scale
@@ -1534,11 +1571,14 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "C": C,
         "K": K,
         "V": V,
+        "UNIT_K": _unit(K),
+        "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
-        "SOLVE": "ieee" if wide else "tf32",
+        # Where keys repeat, the inverse alternates in sign: its products need float32.
+        "SOLVE": "ieee" if wide or torch.version.hip else "tf32x3",
         "GATE_PARTS": parts if exact else 3 * parts,
         "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
@@ -1585,14 +1625,32 @@ def _counts(B: int, T: int, C: int, chunks: Tensor | None, sequences: Tensor | N
     return chunks.shape[0], sequences.shape[0] - 1
 
 
+def _unit(size: int) -> int:
+    """The largest power of two, up to 16, that divides the size: what every stride of a tensor without gaps is in."""
+    return min(16, size & -size)
+
+
 def _readable(x: Tensor, C: int) -> Tensor:
-    """The tensor if kernels can read it by its strides: channels side by side, a chunk within 2^31 elements; else a copy."""
-    near = max(x.stride(1), x.stride(2)) * C < 2**31
-    return x if (x.dim() == 3 or x.stride(3) == 1 or x.shape[3] == 1) and near else x.contiguous()
+    """The tensor if kernels can read it by its strides, or else a copy.
+
+    Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
+    elements. So one kernel, and its order of summing, serves every layout.
+    """
+    if x.stride(1) * C >= 2**31:
+        return x.contiguous()
+    if x.dim() == 3:
+        return x
+    unit = _unit(x.shape[3])
+    apart = x.stride(3) != 1 and x.shape[3] != 1
+    odd = any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return x.contiguous() if apart or odd or x.data_ptr() % 16 else x
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return (x, *x.stride()[:3])
+    """A tensor and its strides as kernels take them; that of an axis of one element does not matter."""
+    unit = _unit(x.shape[3]) if x.dim() == 4 else 1
+    b, t, h = (s // unit for s in x.stride()[:3])
+    return x, b, t, h
 
 
 def _forward_triton(
@@ -1800,7 +1858,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x5 = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1830,7 +1888,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x33 = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1860,13 +1918,13 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x6 = q.new_empty((B, NT, HV, C, C), dtype=wide)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAbk = q.new_empty((B, NT, HV, C, C), dtype=wide)
             x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x47 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x47 = q.new_empty((B, NT, HV, C, C), dtype=wide)
             x51 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x67 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 4c5a0044:
+# Gated DeltaNet, program 651eed92:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,21 +48,33 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn", "gdn_step"]
 
-_NAME = "gdn_4c5a0044"
+_NAME = "gdn_651eed92"
 
 
-#: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
+#: What kernels are not compiled anew for.
 _UNSPECIALIZED = (
     "scale",
     "T",
     "NT",
     "slots",
+    "q_stride_b",
+    "q_stride_t",
+    "q_stride_h",
+    "k_stride_b",
+    "k_stride_t",
+    "k_stride_h",
+    "v_stride_b",
+    "v_stride_t",
+    "v_stride_h",
     "g_stride_b",
     "g_stride_t",
     "g_stride_h",
     "beta_stride_b",
     "beta_stride_t",
     "beta_stride_h",
+    "do_stride_b",
+    "do_stride_t",
+    "do_stride_h",
 )
 
 
@@ -342,6 +354,8 @@ def _forward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -387,10 +401,10 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = scale * q
         x2 = scale * q
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x3 = x2 @ k^T
         x3 += _dot(x2, tl.trans(k), DOT, PRECISION)
         # x5 = k @ k^T
@@ -418,14 +432,14 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x12 = x7 @ (k * x10)
         x12 = _dot(x7, (k * x10[:, None]), RANGE, PRECISION)
         _store_rows(x12_out + tile * C * K, x12, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x8 = x7 @ v
         x8 = _dot(x7, v, DOT, PRECISION)
         _store_rows(x8_out + tile * C * V, x8, row, col_v, V, C, V, V % BV == 0)
@@ -453,6 +467,8 @@ def _forward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -507,7 +523,7 @@ def _forward_scan(
         Vnew = x8 + (-x13)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x15 = Aqk @ Vnew
-        x15 = _dot(Aqk, Vnew, DOT, PRECISION)
+        x15 = _dot(Aqk, Vnew, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x16 = QL @ S
         x16 = _dot(QL, S, RANGE, PRECISION)
@@ -517,7 +533,7 @@ def _forward_scan(
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x19 = KT^T @ Vnew
-        x19 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        x19 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x19 + (S * Gc)
         S_next = x19 + (S * Gc)
@@ -575,6 +591,8 @@ def _backward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -622,14 +640,14 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = x5 @ (k * x2)
         x8 = _dot(x5, (k * x2[:, None]), RANGE, PRECISION)
         _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
         # KT = k * x18
         KT = k * x18[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
         QL = (scale * q) * x2[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -637,11 +655,11 @@ def _backward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x6 = x5 @ v
         x6 = _dot(x5, v, DOT, PRECISION)
         _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x21 = Aqk^T @ do
         x21 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x21_out + tile * C * V, x21, row, col_v, V, C, V, V % BV == 0)
@@ -668,6 +686,8 @@ def _backward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -724,7 +744,7 @@ def _backward_scan(
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x70 = KT^T @ Vnew
-        x70 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        x70 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x70 + (S * Gc)
         S_next = x70 + (S * Gc)
@@ -759,6 +779,8 @@ def _backward_reverse(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -814,7 +836,7 @@ def _backward_reverse(
         dVnew = x20 + x21
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x73 = QL^T @ do
         x73 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -870,6 +892,8 @@ def _backward_finish(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -910,23 +934,23 @@ def _backward_finish(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
+        dAqk += _dot(do, tl.trans(Vnew), RANGE, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = Vnew @ dS^T
         dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x22 = E^T @ dVnew
-        x22 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        x22 = _dot(tl.trans(E), dVnew, RANGE, PRECISION)
         # x23 = x22 @ S^T
         x23 += _dot(x22, tl.trans(S), RANGE, PRECISION)
         # x26 = x22 @ Vnew^T
-        x26 += _dot(x22, tl.trans(Vnew), DOT, PRECISION)
+        x26 += _dot(x22, tl.trans(Vnew), RANGE, PRECISION)
         # dv = x22 * beta
         dv = x22 * beta[:, None]
         if NEED & 4:
@@ -935,7 +959,7 @@ def _backward_finish(
         x57 = dS * S
         # x58 = sum_V(x57)
         x58 += tl.sum(x57, 1)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x66 = x22 * v
         x66 = x22 * v
         # x67 = sum_V(x66)
@@ -995,6 +1019,8 @@ def _backward_finish_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1047,7 +1073,7 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x12 = x11 @ k
         x12 = _dot(x11, k, DOT, PRECISION)
         dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1060,7 +1086,7 @@ def _backward_finish_1(
         x23 = _load_rows(x23_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x30 = -(x23 * x2) + -x28
         x30 = (-(x23 * x2[:, None])) + (-x28)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x33 = scale * q
         x33 = scale * q
         # x36 = x11^T @ x33
@@ -1204,11 +1230,14 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "C": C,
         "K": K,
         "V": V,
+        "UNIT_K": _unit(K),
+        "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
-        "SOLVE": "ieee" if wide else "tf32",
+        # Where keys repeat, the inverse alternates in sign: its products need float32.
+        "SOLVE": "ieee" if wide or torch.version.hip else "tf32x3",
         "GATE_PARTS": parts if exact else 3 * parts,
         "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
@@ -1255,14 +1284,32 @@ def _counts(B: int, T: int, C: int, chunks: Tensor | None, sequences: Tensor | N
     return chunks.shape[0], sequences.shape[0] - 1
 
 
+def _unit(size: int) -> int:
+    """The largest power of two, up to 16, that divides the size: what every stride of a tensor without gaps is in."""
+    return min(16, size & -size)
+
+
 def _readable(x: Tensor, C: int) -> Tensor:
-    """The tensor if kernels can read it by its strides: channels side by side, a chunk within 2^31 elements; else a copy."""
-    near = max(x.stride(1), x.stride(2)) * C < 2**31
-    return x if (x.dim() == 3 or x.stride(3) == 1 or x.shape[3] == 1) and near else x.contiguous()
+    """The tensor if kernels can read it by its strides, or else a copy.
+
+    Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
+    elements. So one kernel, and its order of summing, serves every layout.
+    """
+    if x.stride(1) * C >= 2**31:
+        return x.contiguous()
+    if x.dim() == 3:
+        return x
+    unit = _unit(x.shape[3])
+    apart = x.stride(3) != 1 and x.shape[3] != 1
+    odd = any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return x.contiguous() if apart or odd or x.data_ptr() % 16 else x
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return (x, *x.stride()[:3])
+    """A tensor and its strides as kernels take them; that of an axis of one element does not matter."""
+    unit = _unit(x.shape[3]) if x.dim() == 4 else 1
+    b, t, h = (s // unit for s in x.stride()[:3])
+    return x, b, t, h
 
 
 def _forward_triton(
@@ -1430,7 +1477,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 31:
-            Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            Vnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1458,7 +1505,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 63:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1489,7 +1536,7 @@ def _backward_triton(
             )
         if needs & 31:
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=wide)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x23 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x27 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)

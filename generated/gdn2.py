@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program 1409f863:
+# Gated DeltaNet 2: erase and write gates a channel, program 0d2b0551:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,15 +51,36 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2", "gdn2_step"]
 
-_NAME = "gdn2_1409f863"
+_NAME = "gdn2_0d2b0551"
 
 
-#: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
+#: What kernels are not compiled anew for.
 _UNSPECIALIZED = (
     "scale",
     "T",
     "NT",
     "slots",
+    "q_stride_b",
+    "q_stride_t",
+    "q_stride_h",
+    "k_stride_b",
+    "k_stride_t",
+    "k_stride_h",
+    "v_stride_b",
+    "v_stride_t",
+    "v_stride_h",
+    "e_stride_b",
+    "e_stride_t",
+    "e_stride_h",
+    "w_stride_b",
+    "w_stride_t",
+    "w_stride_h",
+    "g_stride_b",
+    "g_stride_t",
+    "g_stride_h",
+    "do_stride_b",
+    "do_stride_t",
+    "do_stride_h",
 )
 
 
@@ -337,6 +358,8 @@ def _forward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -367,11 +390,11 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        e = _load_rows(e_ptr + batch * e_stride_b + start * e_stride_t + head_v * e_stride_h, row, col_k, e_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        e = _load_rows(e_ptr + (batch * e_stride_b + start * e_stride_t + head_v * e_stride_h) * UNIT_K, row, col_k, e_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = e * k
         x2 = e * k
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # N = gram(x2, k; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(x2, C, BK)
@@ -424,19 +447,19 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = sum[to](g)
         x4 = _sums(_keep_to(row), g, GATE_PARTS)
-        e = _load_rows(e_ptr + batch * e_stride_b + start * e_stride_t + head_v * e_stride_h, row, col_k, e_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        e = _load_rows(e_ptr + (batch * e_stride_b + start * e_stride_t + head_v * e_stride_h) * UNIT_K, row, col_k, e_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ ((e * k) * exp(x4))
         W = _dot(E, ((e * k) * tl.exp(x4)), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        w = _load_rows(w_ptr + batch * w_stride_b + start * w_stride_t + head_v * w_stride_h, row, col_v, w_stride_t, rows, V, V % BV == 0).to(tl.float32)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        w = _load_rows(w_ptr + (batch * w_stride_b + start * w_stride_t + head_v * w_stride_h) * UNIT_V, row, col_v, w_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # U = E @ (w * v)
         U = _dot(E, (w * v), DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
@@ -469,6 +492,8 @@ def _forward_prepare_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -499,11 +524,11 @@ def _forward_prepare_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x = scale * q
         x = scale * q
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # Aqk = gram(x, k; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(x, C, BK)
@@ -569,6 +594,8 @@ def _forward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -623,7 +650,7 @@ def _forward_scan(
         Vnew = U + (-x6)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x8 = Aqk @ Vnew
-        x8 = _dot(Aqk, Vnew, DOT, PRECISION)
+        x8 = _dot(Aqk, Vnew, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x9 = QL @ S
         x9 = _dot(QL, S, RANGE, PRECISION)
@@ -633,7 +660,7 @@ def _forward_scan(
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x12 = KT^T @ Vnew
-        x12 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        x12 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x12 + (S * Gc)
         S_next = x12 + (S * Gc[:, None])
@@ -695,6 +722,8 @@ def _backward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -725,13 +754,13 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x = sum[to](g)
         x = _sums(_keep_to(row), g, GATE_PARTS)
         # x2 = exp(x)
         x2 = tl.exp(x)
-        e = _load_rows(e_ptr + batch * e_stride_b + start * e_stride_t + head_v * e_stride_h, row, col_k, e_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        e = _load_rows(e_ptr + (batch * e_stride_b + start * e_stride_t + head_v * e_stride_h) * UNIT_K, row, col_k, e_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ ((e * k) * x2)
         W = _dot(E, ((e * k) * x2), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
@@ -745,7 +774,7 @@ def _backward_prepare(
         # Gc = exp(x46)
         Gc = tl.exp(x46)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
         QL = (scale * q) * x2
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -753,12 +782,12 @@ def _backward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        w = _load_rows(w_ptr + batch * w_stride_b + start * w_stride_t + head_v * w_stride_h, row, col_v, w_stride_t, rows, V, V % BV == 0).to(tl.float32)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        w = _load_rows(w_ptr + (batch * w_stride_b + start * w_stride_t + head_v * w_stride_h) * UNIT_V, row, col_v, w_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # U = E @ (w * v)
         U = _dot(E, (w * v), DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x17 = Aqk^T @ do
         x17 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x17_out + tile * C * V, x17, row, col_v, V, C, V, V % BV == 0)
@@ -785,6 +814,8 @@ def _backward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -841,7 +872,7 @@ def _backward_scan(
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x51 = KT^T @ Vnew
-        x51 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        x51 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x51 + (S * Gc)
         S_next = x51 + (S * Gc[:, None])
@@ -876,6 +907,8 @@ def _backward_reverse(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -931,7 +964,7 @@ def _backward_reverse(
         dVnew = x16 + x17
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x54 = QL^T @ do
         x54 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -988,6 +1021,8 @@ def _backward_finish(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1026,29 +1061,29 @@ def _backward_finish(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
+        dAqk += _dot(do, tl.trans(Vnew), RANGE, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = Vnew @ dS^T
         dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x18 = E^T @ dVnew
-        x18 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        x18 = _dot(tl.trans(E), dVnew, RANGE, PRECISION)
         # x19 = x18 @ S^T
         x19 += _dot(x18, tl.trans(S), RANGE, PRECISION)
         # x22 = x18 @ Vnew^T
-        x22 += _dot(x18, tl.trans(Vnew), DOT, PRECISION)
-        w = _load_rows(w_ptr + batch * w_stride_b + start * w_stride_t + head_v * w_stride_h, row, col_v, w_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        x22 += _dot(x18, tl.trans(Vnew), RANGE, PRECISION)
+        w = _load_rows(w_ptr + (batch * w_stride_b + start * w_stride_t + head_v * w_stride_h) * UNIT_V, row, col_v, w_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dv = x18 * w
         dv = x18 * w
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dw = x18 * v
         dw = x18 * v
         if NEED & 16:
@@ -1059,7 +1094,7 @@ def _backward_finish(
         dGc += tl.sum(x45, 1)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x22_out + tile * C * C, x22, row, row, C, C, C, True)
-    g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+    g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x = sum[to](g)
     x = _sums(_keep_to(row), g, GATE_PARTS)
     # x2 = exp(x)
@@ -1120,6 +1155,8 @@ def _backward_finish_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1153,14 +1190,14 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x28 = scale * q
         x28 = scale * q
-        e = _load_rows(e_ptr + batch * e_stride_b + start * e_stride_t + head_v * e_stride_h, row, col_k, e_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        e = _load_rows(e_ptr + (batch * e_stride_b + start * e_stride_t + head_v * e_stride_h) * UNIT_K, row, col_k, e_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x5 = e * k
         x5 = e * k
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x8 = tl.zeros([C, BK, ], tl.float32)
         x23 = tl.zeros([C, BK, ], tl.float32)
         x34 = tl.zeros([C, BK, ], tl.float32)
@@ -1184,12 +1221,12 @@ def _backward_finish_1(
             right_0_16 = (operand_0_16 * decay_16).to(DOT)
             left_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            x8_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x23_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, DOT, PRECISION)
-            x34_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
-            x34_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
+            x8_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
+            x23_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, RANGE, PRECISION)
+            x34_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, RANGE, PRECISION)
+            x34_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1198,10 +1235,10 @@ def _backward_finish_1(
         right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
         left_1_16 = (operand_1_16 * decay_left_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-        x8_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x23_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, DOT, PRECISION)
-        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
-        x34_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x8_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
+        x23_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, RANGE, PRECISION)
+        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, RANGE, PRECISION)
+        x34_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
         x8 += tl.reshape(x8_16, [C, BK])
         x23 += tl.reshape(x23_16, [C, BK])
         x34 += tl.reshape(x34_16, [C, BK])
@@ -1211,12 +1248,12 @@ def _backward_finish_1(
             right_0 = (k * decay).to(DOT)
             left_1 = (x28 * decay).to(DOT)
             left_2 = (x5 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, x22, 0.0).to(DOT)
-            x8 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x23 += decay * _dot(cotangent_1_edge, right_0, DOT, PRECISION)
-            x34 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
-            x34 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
+            cotangent_1_edge = tl.where(edge, x22, 0.0).to(RANGE)
+            x8 += decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
+            x23 += decay * _dot(cotangent_1_edge, right_0, RANGE, PRECISION)
+            x34 += decay * _dot(tl.trans(cotangent_0_edge), left_1, RANGE, PRECISION)
+            x34 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1225,10 +1262,10 @@ def _backward_finish_1(
             right_0 = (k * decay_right).to(DOT)
             left_1 = (x28 * decay_left).to(DOT)
             left_2 = (x5 * decay_left).to(DOT)
-            x8 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
-            x23 += decay_left * _dot(x22, right_0, DOT, PRECISION)
-            x34 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
-            x34 -= decay_right * _dot(tl.trans(x22), left_2, DOT, PRECISION)
+            x8 += decay_left * _dot(dAqk, right_0, RANGE, PRECISION)
+            x23 += decay_left * _dot(x22, right_0, RANGE, PRECISION)
+            x34 += decay_right * _dot(tl.trans(dAqk), left_1, RANGE, PRECISION)
+            x34 -= decay_right * _dot(tl.trans(x22), left_2, RANGE, PRECISION)
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x3 + (x8 + (x9 * k))) * scale
         dq = (x3 + (x8 + (x9[:, None] * k))) * scale
@@ -1361,11 +1398,14 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "C": C,
         "K": K,
         "V": V,
+        "UNIT_K": _unit(K),
+        "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
-        "SOLVE": "ieee" if wide else "tf32",
+        # Where keys repeat, the inverse alternates in sign: its products need float32.
+        "SOLVE": "ieee" if wide or torch.version.hip else "tf32x3",
         "GATE_PARTS": parts if exact else 3 * parts,
         "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
@@ -1412,14 +1452,32 @@ def _counts(B: int, T: int, C: int, chunks: Tensor | None, sequences: Tensor | N
     return chunks.shape[0], sequences.shape[0] - 1
 
 
+def _unit(size: int) -> int:
+    """The largest power of two, up to 16, that divides the size: what every stride of a tensor without gaps is in."""
+    return min(16, size & -size)
+
+
 def _readable(x: Tensor, C: int) -> Tensor:
-    """The tensor if kernels can read it by its strides: channels side by side, a chunk within 2^31 elements; else a copy."""
-    near = max(x.stride(1), x.stride(2)) * C < 2**31
-    return x if (x.dim() == 3 or x.stride(3) == 1 or x.shape[3] == 1) and near else x.contiguous()
+    """The tensor if kernels can read it by its strides, or else a copy.
+
+    Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
+    elements. So one kernel, and its order of summing, serves every layout.
+    """
+    if x.stride(1) * C >= 2**31:
+        return x.contiguous()
+    if x.dim() == 3:
+        return x
+    unit = _unit(x.shape[3])
+    apart = x.stride(3) != 1 and x.shape[3] != 1
+    odd = any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return x.contiguous() if apart or odd or x.data_ptr() % 16 else x
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return (x, *x.stride()[:3])
+    """A tensor and its strides as kernels take them; that of an axis of one element does not matter."""
+    unit = _unit(x.shape[3]) if x.dim() == 4 else 1
+    b, t, h = (s // unit for s in x.stride()[:3])
+    return x, b, t, h
 
 
 def _forward_triton(
@@ -1609,7 +1667,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            Vnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1637,7 +1695,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1668,10 +1726,10 @@ def _backward_triton(
             )
         if needs & 63:
             x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=wide)
             x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x22 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x22 = q.new_empty((B, NT, HV, C, C), dtype=wide)
             x47 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,

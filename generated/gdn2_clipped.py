@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program c3215b8e:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 508f0987:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,18 +51,36 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped", "gdn2_clipped_step"]
 
-_NAME = "gdn2_clipped_c3215b8e"
+_NAME = "gdn2_clipped_508f0987"
 
 
-#: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
+#: What kernels are not compiled anew for.
 _UNSPECIALIZED = (
     "scale",
     "T",
     "NT",
     "slots",
+    "q_stride_b",
+    "q_stride_t",
+    "q_stride_h",
+    "k_stride_b",
+    "k_stride_t",
+    "k_stride_h",
+    "j_stride_b",
+    "j_stride_t",
+    "j_stride_h",
+    "v_stride_b",
+    "v_stride_t",
+    "v_stride_h",
+    "g_stride_b",
+    "g_stride_t",
+    "g_stride_h",
     "eta_stride_b",
     "eta_stride_t",
     "eta_stride_h",
+    "do_stride_b",
+    "do_stride_t",
+    "do_stride_h",
 )
 
 
@@ -343,6 +361,8 @@ def _forward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -375,18 +395,18 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = eta * k
         x2 = eta[:, None] * k
         # x4 = sum_K((x2 * x2))
         x4 += tl.sum((x2 * x2), 1)
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x7 = sum_K((j * j))
         x7 += tl.sum((j * j), 1)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x30 = eta * v
         x30 = eta[:, None] * v
         _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
@@ -398,12 +418,12 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = eta * k
         x2 = eta[:, None] * k
         # x3 = x2 * x2
         x3 = x2 * x2
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x6 = j * j
         x6 = j * j
         # x16 = (x2 /0 x5) + -(j /0 x8)
@@ -421,19 +441,19 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = eta * k
         x2 = eta[:, None] * k
         # x3 = x2 * x2
         x3 = x2 * x2
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x6 = j * j
         x6 = j * j
         # x16 = (x2 /0 x5) + -(j /0 x8)
         x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
         # x17 = x16 * x16
         x17 = x16 * x16
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x26 = min(g, x25)
         x26 = tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None])
         # x33 = gram(k, j; x26, to, strict=True)
@@ -510,19 +530,19 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = eta * k
         x2 = eta[:, None] * k
         # x3 = x2 * x2
         x3 = x2 * x2
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x6 = j * j
         x6 = j * j
         # x16 = (x2 /0 x5) + -(j /0 x8)
         x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
         # x17 = x16 * x16
         x17 = x16 * x16
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x27 = sum[to](min(g, x25))
         x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), FLOAT_PARTS)
         # x37 = x35 @ (k * exp(x27))
@@ -531,7 +551,7 @@ def _forward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x30 = eta * v
         x30 = eta[:, None] * v
         _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
@@ -583,6 +603,8 @@ def _forward_prepare_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -615,12 +637,12 @@ def _forward_prepare_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = eta * k
         x2 = eta[:, None] * k
         # x4 = sum_K((x2 * x2))
         x4 += tl.sum((x2 * x2), 1)
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x7 = sum_K((j * j))
         x7 += tl.sum((j * j), 1)
     # x5 = sqrt(x4)
@@ -631,12 +653,12 @@ def _forward_prepare_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = eta * k
         x2 = eta[:, None] * k
         # x3 = x2 * x2
         x3 = x2 * x2
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x6 = j * j
         x6 = j * j
         # x16 = (x2 /0 x5) + -(j /0 x8)
@@ -654,22 +676,22 @@ def _forward_prepare_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x = scale * q
         x = scale * q
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = eta * k
         x2 = eta[:, None] * k
         # x3 = x2 * x2
         x3 = x2 * x2
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x6 = j * j
         x6 = j * j
         # x16 = (x2 /0 x5) + -(j /0 x8)
         x16 = tl.where(x5[:, None] == 0, 0.0, x2 / tl.where(x5[:, None] == 0, 1.0, x5[:, None])) + (-tl.where(x8[:, None] == 0, 0.0, j / tl.where(x8[:, None] == 0, 1.0, x8[:, None])))
         # x17 = x16 * x16
         x17 = x16 * x16
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x26 = min(g, x25)
         x26 = tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None])
         # Aqk = gram(x, k; x26, to, strict=False)
@@ -730,7 +752,7 @@ def _forward_prepare_1(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x31 = Aqk @ (eta * v)
         x31 = _dot(Aqk, (eta[:, None] * v), DOT, PRECISION)
         _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
@@ -761,6 +783,8 @@ def _forward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -818,7 +842,7 @@ def _forward_scan(
         x39 = U + x38
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x40 = Aqa @ x39
-        x40 = _dot(Aqa, x39, DOT, PRECISION)
+        x40 = _dot(Aqa, x39, RANGE, PRECISION)
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x29 + x31) + -x40
         o = (x29 + x31) + (-x40)
@@ -830,7 +854,7 @@ def _forward_scan(
         x46 = _dot(tl.trans(KT), x30, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x48 = AT^T @ x39
-        x48 = _dot(tl.trans(AT), x39, DOT, PRECISION)
+        x48 = _dot(tl.trans(AT), x39, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x46) + -x48
         S_next = ((S * Gc[:, None]) + x46) + (-x48)
@@ -895,6 +919,8 @@ def _backward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -930,12 +956,12 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = eta * k
         x4 = eta[:, None] * k
         # x6 = sum_K((x4 * x4))
         x6 += tl.sum((x4 * x4), 1)
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x9 = sum_K((j * j))
         x9 += tl.sum((j * j), 1)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
@@ -943,7 +969,7 @@ def _backward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x = eta * v
         x = eta[:, None] * v
         _store_rows(x_out + tile * C * V, x, row, col_v, V, C, V, V % BV == 0)
@@ -952,7 +978,7 @@ def _backward_prepare(
         # U = E @ x2
         U = _dot(E, x2, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x57 = Aqa^T @ do
         x57 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # x58 = -x57
@@ -966,12 +992,12 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = eta * k
         x4 = eta[:, None] * k
         # x5 = x4 * x4
         x5 = x4 * x4
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = j * j
         x8 = j * j
         # x18 = (x4 /0 x7) + -(j /0 x10)
@@ -989,19 +1015,19 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = eta * k
         x4 = eta[:, None] * k
         # x5 = x4 * x4
         x5 = x4 * x4
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = j * j
         x8 = j * j
         # x18 = (x4 /0 x7) + -(j /0 x10)
         x18 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None])) + (-tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None])))
         # x19 = x18 * x18
         x19 = x18 * x18
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x28 = min(g, x27)
         x28 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, g, x27[:, None])
         # x29 = sum[to](x28)
@@ -1026,7 +1052,7 @@ def _backward_prepare(
         # KT = k * x49
         KT = k * x49
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x30
         QL = (scale * q) * x30
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -1055,6 +1081,8 @@ def _backward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1115,7 +1143,7 @@ def _backward_scan(
         x165 = _dot(tl.trans(KT), x, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x167 = AT^T @ x34
-        x167 = _dot(tl.trans(AT), x34, DOT, PRECISION)
+        x167 = _dot(tl.trans(AT), x34, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x165) + -x167
         S_next = ((S * Gc[:, None]) + x165) + (-x167)
@@ -1150,6 +1178,8 @@ def _backward_reverse(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1208,7 +1238,7 @@ def _backward_reverse(
         # x170 = x32^T @ x59
         x170 = _dot(tl.trans(x32), x59, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x172 = QL^T @ do
         x172 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -1276,6 +1306,8 @@ def _backward_finish(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1326,11 +1358,11 @@ def _backward_finish(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x35 = do @ x34^T
-        x35 += _dot(do, tl.trans(x34), DOT, PRECISION)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        x35 += _dot(do, tl.trans(x34), RANGE, PRECISION)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x = eta * v
         x = eta[:, None] * v
         # dAqk = do @ x^T
@@ -1343,11 +1375,11 @@ def _backward_finish(
         dKT += _dot(x, tl.trans(dS), RANGE, PRECISION)
         x59 = _load_rows(x59_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x60 = E^T @ x59
-        x60 = _dot(tl.trans(E), x59, DOT, PRECISION)
+        x60 = _dot(tl.trans(E), x59, RANGE, PRECISION)
         # dAbk = x60 @ x^T
-        dAbk += _dot(x60, tl.trans(x), DOT, PRECISION)
+        dAbk += _dot(x60, tl.trans(x), RANGE, PRECISION)
         # x65 = x60 @ x34^T
-        x65 += _dot(x60, tl.trans(x34), DOT, PRECISION)
+        x65 += _dot(x60, tl.trans(x34), RANGE, PRECISION)
         # dBL = x60 @ S^T
         dBL += _dot(x60, tl.trans(S), RANGE, PRECISION)
         # x85 = x34 @ dS^T
@@ -1359,7 +1391,7 @@ def _backward_finish(
         # x154 = KT @ dS
         x154 = _dot(KT, dS, RANGE, PRECISION)
         # x156 = x155^T @ x59
-        x156 = _dot(tl.trans(x155), x59, DOT, PRECISION)
+        x156 = _dot(tl.trans(x155), x59, RANGE, PRECISION)
         # x158 = Aqk^T @ do
         x158 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # x159 = (x154 + x156) + x158
@@ -1377,14 +1409,14 @@ def _backward_finish(
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
     _store_rows(x65_out + tile * C * C, x65, row, row, C, C, C, True)
     tl.store(x161_out + tile * C + row, x161, mask=row < C)
-    k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+    k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x4 = eta * k
     x4 = eta[:, None] * k
     # x6 = sum_K((x4 * x4))
     x6 = tl.sum((x4 * x4), 1)
     # x7 = sqrt(x6)
     x7 = tl.sqrt(x6)
-    j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+    j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x9 = sum_K((j * j))
     x9 = tl.sum((j * j), 1)
     # x10 = sqrt(x9)
@@ -1399,7 +1431,7 @@ def _backward_finish(
     x20 = tl.sum((x18 * x18), 1)
     # x27 = -log((0.5 * (x11 + sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
     x27 = -tl.log((0.5 * (x11 + tl.sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
-    g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+    g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x28 = min(g, x27)
     x28 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, g, x27[:, None])
     # x29 = sum[to](x28)
@@ -1478,6 +1510,8 @@ def _backward_finish_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1516,15 +1550,15 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = eta * k
         x4 = eta[:, None] * k
         # x6 = sum_K((x4 * x4))
         x6 += tl.sum((x4 * x4), 1)
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x9 = sum_K((j * j))
         x9 += tl.sum((j * j), 1)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x146 = x36 * (scale * q)
         x146 = x36[:, None] * (scale * q)
         _store_rows(x146_out + tile * C * K, x146, row, col_k, K, C, K, K % BK == 0)
@@ -1540,12 +1574,12 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = eta * k
         x4 = eta[:, None] * k
         # x5 = x4 * x4
         x5 = x4 * x4
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = j * j
         x8 = j * j
         # x18 = (x4 /0 x7) + -(j /0 x10)
@@ -1564,22 +1598,22 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = eta * k
         x4 = eta[:, None] * k
         # x5 = x4 * x4
         x5 = x4 * x4
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = j * j
         x8 = j * j
         # x18 = (x4 /0 x7) + -(j /0 x10)
         x18 = tl.where(x7[:, None] == 0, 0.0, x4 / tl.where(x7[:, None] == 0, 1.0, x7[:, None])) + (-tl.where(x10[:, None] == 0, 0.0, j / tl.where(x10[:, None] == 0, 1.0, x10[:, None])))
         # x19 = x18 * x18
         x19 = x18 * x18
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x28 = min(g, x27)
         x28 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, g, x27[:, None])
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x51 = scale * q
         x51 = scale * q
         x44 = tl.zeros([C, BK, ], tl.float32)
@@ -1615,18 +1649,18 @@ def _backward_finish_1(
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
             left_3_16 = (operand_3_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-            x44_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x44_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
-            x68_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, DOT, PRECISION)
-            x68_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, DOT, PRECISION)
-            x62_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x62_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-            x77_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x77_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(RANGE)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(RANGE)
+            x44_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
+            x44_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, RANGE, PRECISION)
+            x68_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, RANGE, PRECISION)
+            x68_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, RANGE, PRECISION)
+            x62_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+            x62_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+            x77_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+            x77_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1636,14 +1670,14 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
         left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
-        x44_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x44_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
-        x68_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, DOT, PRECISION)
-        x68_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, DOT, PRECISION)
-        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x44_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
+        x44_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, RANGE, PRECISION)
+        x68_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, RANGE, PRECISION)
+        x68_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, RANGE, PRECISION)
+        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
         x44 += tl.reshape(x44_16, [C, BK])
         x68 += tl.reshape(x68_16, [C, BK])
         x62 += tl.reshape(x62_16, [C, BK])
@@ -1655,18 +1689,18 @@ def _backward_finish_1(
             right_1 = (j * decay).to(DOT)
             left_2 = (x51 * decay).to(DOT)
             left_3 = (x4 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, x35, 0.0).to(DOT)
-            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
-            cotangent_3_edge = tl.where(edge, x65, 0.0).to(DOT)
-            x44 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x44 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
-            x68 += decay * _dot(cotangent_2_edge, right_0, DOT, PRECISION)
-            x68 -= decay * _dot(cotangent_3_edge, right_1, DOT, PRECISION)
-            x62 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
-            x62 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
-            x77 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
-            x77 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
+            cotangent_1_edge = tl.where(edge, x35, 0.0).to(RANGE)
+            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(RANGE)
+            cotangent_3_edge = tl.where(edge, x65, 0.0).to(RANGE)
+            x44 += decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
+            x44 -= decay * _dot(cotangent_1_edge, right_1, RANGE, PRECISION)
+            x68 += decay * _dot(cotangent_2_edge, right_0, RANGE, PRECISION)
+            x68 -= decay * _dot(cotangent_3_edge, right_1, RANGE, PRECISION)
+            x62 += decay * _dot(tl.trans(cotangent_0_edge), left_2, RANGE, PRECISION)
+            x62 += decay * _dot(tl.trans(cotangent_2_edge), left_3, RANGE, PRECISION)
+            x77 += decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
+            x77 += decay * _dot(tl.trans(cotangent_3_edge), left_3, RANGE, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x28, FLOAT_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1676,14 +1710,14 @@ def _backward_finish_1(
             right_1 = (j * decay_right).to(DOT)
             left_2 = (x51 * decay_left).to(DOT)
             left_3 = (x4 * decay_left).to(DOT)
-            x44 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
-            x44 -= decay_left * _dot(x35, right_1, DOT, PRECISION)
-            x68 += decay_left * _dot(dAbk, right_0, DOT, PRECISION)
-            x68 -= decay_left * _dot(x65, right_1, DOT, PRECISION)
-            x62 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
-            x62 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
-            x77 += decay_right * _dot(tl.trans(x35), left_2, DOT, PRECISION)
-            x77 += decay_right * _dot(tl.trans(x65), left_3, DOT, PRECISION)
+            x44 += decay_left * _dot(dAqk, right_0, RANGE, PRECISION)
+            x44 -= decay_left * _dot(x35, right_1, RANGE, PRECISION)
+            x68 += decay_left * _dot(dAbk, right_0, RANGE, PRECISION)
+            x68 -= decay_left * _dot(x65, right_1, RANGE, PRECISION)
+            x62 += decay_right * _dot(tl.trans(dAqk), left_2, RANGE, PRECISION)
+            x62 += decay_right * _dot(tl.trans(dAbk), left_3, RANGE, PRECISION)
+            x77 += decay_right * _dot(tl.trans(x35), left_2, RANGE, PRECISION)
+            x77 += decay_right * _dot(tl.trans(x65), left_3, RANGE, PRECISION)
         _store_rows(x68_out + tile * C * K, x68, row, col_k, K, C, K, K % BK == 0)
         x46 = _load_rows(x46_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x36 * j) + (x38 * k)) + x44) + x46) * scale
@@ -1753,6 +1787,8 @@ def _backward_finish_2(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1785,12 +1821,12 @@ def _backward_finish_2(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = eta * k
         x4 = eta[:, None] * k
         # x6 = sum_K((x4 * x4))
         x6 += tl.sum((x4 * x4), 1)
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x9 = sum_K((j * j))
         x9 += tl.sum((j * j), 1)
     # x7 = sqrt(x6)
@@ -1801,12 +1837,12 @@ def _backward_finish_2(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = eta * k
         x4 = eta[:, None] * k
         # x5 = x4 * x4
         x5 = x4 * x4
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = j * j
         x8 = j * j
         # x18 = (x4 /0 x7) + -(j /0 x10)
@@ -1833,12 +1869,12 @@ def _backward_finish_2(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = eta * k
         x4 = eta[:, None] * k
         # x5 = x4 * x4
         x5 = x4 * x4
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = j * j
         x8 = j * j
         # x15 = x4 /0 x7
@@ -1865,12 +1901,12 @@ def _backward_finish_2(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = eta * k
         x4 = eta[:, None] * k
         # x5 = x4 * x4
         x5 = x4 * x4
-        j = _load_rows(j_ptr + batch * j_stride_b + start * j_stride_t + head * j_stride_h, row, col_k, j_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        j = _load_rows(j_ptr + (batch * j_stride_b + start * j_stride_t + head * j_stride_h) * UNIT_K, row, col_k, j_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = j * j
         x8 = j * j
         # x15 = x4 /0 x7
@@ -2019,11 +2055,14 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "C": C,
         "K": K,
         "V": V,
+        "UNIT_K": _unit(K),
+        "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
-        "SOLVE": "ieee" if wide else "tf32",
+        # Where keys repeat, the inverse alternates in sign: its products need float32.
+        "SOLVE": "ieee" if wide or torch.version.hip else "tf32x3",
         "GATE_PARTS": parts if exact else 3 * parts,
         "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
@@ -2070,14 +2109,32 @@ def _counts(B: int, T: int, C: int, chunks: Tensor | None, sequences: Tensor | N
     return chunks.shape[0], sequences.shape[0] - 1
 
 
+def _unit(size: int) -> int:
+    """The largest power of two, up to 16, that divides the size: what every stride of a tensor without gaps is in."""
+    return min(16, size & -size)
+
+
 def _readable(x: Tensor, C: int) -> Tensor:
-    """The tensor if kernels can read it by its strides: channels side by side, a chunk within 2^31 elements; else a copy."""
-    near = max(x.stride(1), x.stride(2)) * C < 2**31
-    return x if (x.dim() == 3 or x.stride(3) == 1 or x.shape[3] == 1) and near else x.contiguous()
+    """The tensor if kernels can read it by its strides, or else a copy.
+
+    Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
+    elements. So one kernel, and its order of summing, serves every layout.
+    """
+    if x.stride(1) * C >= 2**31:
+        return x.contiguous()
+    if x.dim() == 3:
+        return x
+    unit = _unit(x.shape[3])
+    apart = x.stride(3) != 1 and x.shape[3] != 1
+    odd = any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return x.contiguous() if apart or odd or x.data_ptr() % 16 else x
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return (x, *x.stride()[:3])
+    """A tensor and its strides as kernels take them; that of an axis of one element does not matter."""
+    unit = _unit(x.shape[3]) if x.dim() == 4 else 1
+    b, t, h = (s // unit for s in x.stride()[:3])
+    return x, b, t, h
 
 
 def _forward_triton(
@@ -2290,7 +2347,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x34 = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -2320,7 +2377,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x59 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x59 = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -2350,12 +2407,12 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x35 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x35 = q.new_empty((B, NT, HV, C, C), dtype=wide)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x46 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x50 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x65 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAbk = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            x65 = q.new_empty((B, NT, HV, C, C), dtype=wide)
             x69 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x86 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x94 = q.new_empty((B, NT, HV, K), dtype=torch.float32)

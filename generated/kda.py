@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program ecdf8267:
+# Kimi Delta Attention, program bd2d5f86:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,18 +48,33 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda", "kda_step"]
 
-_NAME = "kda_ecdf8267"
+_NAME = "kda_bd2d5f86"
 
 
-#: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
+#: What kernels are not compiled anew for.
 _UNSPECIALIZED = (
     "scale",
     "T",
     "NT",
     "slots",
+    "q_stride_b",
+    "q_stride_t",
+    "q_stride_h",
+    "k_stride_b",
+    "k_stride_t",
+    "k_stride_h",
+    "v_stride_b",
+    "v_stride_t",
+    "v_stride_h",
+    "g_stride_b",
+    "g_stride_t",
+    "g_stride_h",
     "beta_stride_b",
     "beta_stride_t",
     "beta_stride_h",
+    "do_stride_b",
+    "do_stride_t",
+    "do_stride_h",
 )
 
 
@@ -333,6 +348,8 @@ def _forward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -363,8 +380,8 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = gram(k, k; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(k, C, BK)
@@ -419,17 +436,17 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x5 = sum[to](g)
         x5 = _sums(_keep_to(row), g, GATE_PARTS)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = x3 @ (k * exp(x5))
         x8 = _dot(x3, (k * tl.exp(x5)), RANGE, PRECISION)
         _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x4 = x3 @ v
         x4 = _dot(x3, v, DOT, PRECISION)
         _store_rows(x4_out + tile * C * V, x4, row, col_v, V, C, V, V % BV == 0)
@@ -462,6 +479,8 @@ def _forward_prepare_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -492,11 +511,11 @@ def _forward_prepare_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x = scale * q
         x = scale * q
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # Aqk = gram(x, k; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(x, C, BK)
@@ -562,6 +581,8 @@ def _forward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -616,7 +637,7 @@ def _forward_scan(
         Vnew = x4 + (-x9)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x11 = Aqk @ Vnew
-        x11 = _dot(Aqk, Vnew, DOT, PRECISION)
+        x11 = _dot(Aqk, Vnew, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x12 = QL @ S
         x12 = _dot(QL, S, RANGE, PRECISION)
@@ -626,7 +647,7 @@ def _forward_scan(
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x15 = KT^T @ Vnew
-        x15 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        x15 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x15 + (S * Gc)
         S_next = x15 + (S * Gc[:, None])
@@ -684,6 +705,8 @@ def _backward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -717,12 +740,12 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x = sum[to](g)
         x = _sums(_keep_to(row), g, GATE_PARTS)
         # x2 = exp(x)
         x2 = tl.exp(x)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x7 = x4 @ (k * x2)
         x7 = _dot(x4, (k * x2), RANGE, PRECISION)
         _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
@@ -736,7 +759,7 @@ def _backward_prepare(
         # Gc = exp(x49)
         Gc = tl.exp(x49)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
         QL = (scale * q) * x2
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -744,11 +767,11 @@ def _backward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x5 = x4 @ v
         x5 = _dot(x4, v, DOT, PRECISION)
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x19 = Aqk^T @ do
         x19 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x19_out + tile * C * V, x19, row, col_v, V, C, V, V % BV == 0)
@@ -775,6 +798,8 @@ def _backward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -831,7 +856,7 @@ def _backward_scan(
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x58 = KT^T @ Vnew
-        x58 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        x58 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x58 + (S * Gc)
         S_next = x58 + (S * Gc[:, None])
@@ -866,6 +891,8 @@ def _backward_reverse(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -921,7 +948,7 @@ def _backward_reverse(
         dVnew = x18 + x19
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x61 = QL^T @ do
         x61 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -978,6 +1005,8 @@ def _backward_finish(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1018,23 +1047,23 @@ def _backward_finish(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
+        dAqk += _dot(do, tl.trans(Vnew), RANGE, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = Vnew @ dS^T
         dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x20 = E^T @ dVnew
-        x20 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        x20 = _dot(tl.trans(E), dVnew, RANGE, PRECISION)
         # x21 = x20 @ S^T
         x21 += _dot(x20, tl.trans(S), RANGE, PRECISION)
         # x24 = x20 @ Vnew^T
-        x24 += _dot(x20, tl.trans(Vnew), DOT, PRECISION)
+        x24 += _dot(x20, tl.trans(Vnew), RANGE, PRECISION)
         # dv = x20 * beta
         dv = x20 * beta[:, None]
         if NEED & 4:
@@ -1043,7 +1072,7 @@ def _backward_finish(
         x48 = dS * S
         # dGc = sum_V(x48)
         dGc += tl.sum(x48, 1)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x54 = x20 * v
         x54 = x20 * v
         # x55 = sum_V(x54)
@@ -1051,7 +1080,7 @@ def _backward_finish(
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x24_out + tile * C * C, x24, row, row, C, C, C, True)
     tl.store(x55_out + tile * C + row, x55, mask=row < C)
-    g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+    g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x = sum[to](g)
     x = _sums(_keep_to(row), g, GATE_PARTS)
     # x2 = exp(x)
@@ -1113,6 +1142,8 @@ def _backward_finish_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1148,13 +1179,13 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x30 = scale * q
         x30 = scale * q
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x34 = beta * k
         x34 = beta[:, None] * k
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x10 = tl.zeros([C, BK, ], tl.float32)
         x25 = tl.zeros([C, BK, ], tl.float32)
         x37 = tl.zeros([C, BK, ], tl.float32)
@@ -1178,12 +1209,12 @@ def _backward_finish_1(
             right_0_16 = (operand_0_16 * decay_16).to(DOT)
             left_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            x10_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x25_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, DOT, PRECISION)
-            x37_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
-            x37_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
+            x10_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
+            x25_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, RANGE, PRECISION)
+            x37_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, RANGE, PRECISION)
+            x37_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1192,10 +1223,10 @@ def _backward_finish_1(
         right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
         left_1_16 = (operand_1_16 * decay_left_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-        x10_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x25_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, DOT, PRECISION)
-        x37_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
-        x37_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x10_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
+        x25_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, RANGE, PRECISION)
+        x37_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, RANGE, PRECISION)
+        x37_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
         x10 += tl.reshape(x10_16, [C, BK])
         x25 += tl.reshape(x25_16, [C, BK])
         x37 += tl.reshape(x37_16, [C, BK])
@@ -1205,12 +1236,12 @@ def _backward_finish_1(
             right_0 = (k * decay).to(DOT)
             left_1 = (x30 * decay).to(DOT)
             left_2 = (x34 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, x24, 0.0).to(DOT)
-            x10 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x25 += decay * _dot(cotangent_1_edge, right_0, DOT, PRECISION)
-            x37 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
-            x37 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
+            cotangent_1_edge = tl.where(edge, x24, 0.0).to(RANGE)
+            x10 += decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
+            x25 += decay * _dot(cotangent_1_edge, right_0, RANGE, PRECISION)
+            x37 += decay * _dot(tl.trans(cotangent_0_edge), left_1, RANGE, PRECISION)
+            x37 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1219,10 +1250,10 @@ def _backward_finish_1(
             right_0 = (k * decay_right).to(DOT)
             left_1 = (x30 * decay_left).to(DOT)
             left_2 = (x34 * decay_left).to(DOT)
-            x10 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
-            x25 += decay_left * _dot(x24, right_0, DOT, PRECISION)
-            x37 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
-            x37 -= decay_right * _dot(tl.trans(x24), left_2, DOT, PRECISION)
+            x10 += decay_left * _dot(dAqk, right_0, RANGE, PRECISION)
+            x25 += decay_left * _dot(x24, right_0, RANGE, PRECISION)
+            x37 += decay_right * _dot(tl.trans(dAqk), left_1, RANGE, PRECISION)
+            x37 -= decay_right * _dot(tl.trans(x24), left_2, RANGE, PRECISION)
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x3 + (x10 + (x11 * k))) * scale
         dq = (x3 + (x10 + (x11[:, None] * k))) * scale
@@ -1358,11 +1389,14 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "C": C,
         "K": K,
         "V": V,
+        "UNIT_K": _unit(K),
+        "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
-        "SOLVE": "ieee" if wide else "tf32",
+        # Where keys repeat, the inverse alternates in sign: its products need float32.
+        "SOLVE": "ieee" if wide or torch.version.hip else "tf32x3",
         "GATE_PARTS": parts if exact else 3 * parts,
         "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
@@ -1409,14 +1443,32 @@ def _counts(B: int, T: int, C: int, chunks: Tensor | None, sequences: Tensor | N
     return chunks.shape[0], sequences.shape[0] - 1
 
 
+def _unit(size: int) -> int:
+    """The largest power of two, up to 16, that divides the size: what every stride of a tensor without gaps is in."""
+    return min(16, size & -size)
+
+
 def _readable(x: Tensor, C: int) -> Tensor:
-    """The tensor if kernels can read it by its strides: channels side by side, a chunk within 2^31 elements; else a copy."""
-    near = max(x.stride(1), x.stride(2)) * C < 2**31
-    return x if (x.dim() == 3 or x.stride(3) == 1 or x.shape[3] == 1) and near else x.contiguous()
+    """The tensor if kernels can read it by its strides, or else a copy.
+
+    Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
+    elements. So one kernel, and its order of summing, serves every layout.
+    """
+    if x.stride(1) * C >= 2**31:
+        return x.contiguous()
+    if x.dim() == 3:
+        return x
+    unit = _unit(x.shape[3])
+    apart = x.stride(3) != 1 and x.shape[3] != 1
+    odd = any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return x.contiguous() if apart or odd or x.data_ptr() % 16 else x
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return (x, *x.stride()[:3])
+    """A tensor and its strides as kernels take them; that of an axis of one element does not matter."""
+    unit = _unit(x.shape[3]) if x.dim() == 4 else 1
+    b, t, h = (s // unit for s in x.stride()[:3])
+    return x, b, t, h
 
 
 def _forward_triton(
@@ -1601,7 +1653,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 31:
-            Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            Vnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1629,7 +1681,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 63:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1660,10 +1712,10 @@ def _backward_triton(
             )
         if needs & 31:
             x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=wide)
             x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x24 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x24 = q.new_empty((B, NT, HV, C, C), dtype=wide)
             x50 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             x55 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(

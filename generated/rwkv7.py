@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 3dc4c92f:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 267ab4fc:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,15 +51,36 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
-_NAME = "rwkv7_3dc4c92f"
+_NAME = "rwkv7_267ab4fc"
 
 
-#: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
+#: What kernels are not compiled anew for.
 _UNSPECIALIZED = (
     "scale",
     "T",
     "NT",
     "slots",
+    "q_stride_b",
+    "q_stride_t",
+    "q_stride_h",
+    "k_stride_b",
+    "k_stride_t",
+    "k_stride_h",
+    "v_stride_b",
+    "v_stride_t",
+    "v_stride_h",
+    "a_stride_b",
+    "a_stride_t",
+    "a_stride_h",
+    "b_stride_b",
+    "b_stride_t",
+    "b_stride_h",
+    "g_stride_b",
+    "g_stride_t",
+    "g_stride_h",
+    "do_stride_b",
+    "do_stride_t",
+    "do_stride_h",
 )
 
 
@@ -339,6 +360,8 @@ def _forward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -370,10 +393,10 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        b = _load_rows(b_ptr + batch * b_stride_b + start * b_stride_t + head * b_stride_h, row, col_k, b_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x7 = gram(a, b; g, before, strict=True)
         # M3 = gram(a, k; g, before, strict=True)
         g_16 = _blocks(g, C, BK)
@@ -451,17 +474,17 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x9 = sum[before](g)
         x9 = _sums(_keep_before(row), g, GATE_PARTS)
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (a * exp(x9))
         W = _dot(E, (a * tl.exp(x9)), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x8 = M3 @ v
         x8 = _dot(M3, v, DOT, PRECISION)
         # U = E @ x8
@@ -506,6 +529,8 @@ def _forward_prepare_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -537,12 +562,12 @@ def _forward_prepare_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x = scale * q
         x = scale * q
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        b = _load_rows(b_ptr + batch * b_stride_b + start * b_stride_t + head * b_stride_h, row, col_k, b_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # Aqk = gram(x, k; g, to, strict=False)
         # Aqa = gram(x, b; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
@@ -601,7 +626,7 @@ def _forward_prepare_1(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x5 = Aqk @ v
         x5 = _dot(Aqk, v, DOT, PRECISION)
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
@@ -635,6 +660,8 @@ def _forward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -692,19 +719,19 @@ def _forward_scan(
         x13 = U + x12
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x14 = Aqa @ x13
-        x14 = _dot(Aqa, x13, DOT, PRECISION)
+        x14 = _dot(Aqa, x13, RANGE, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + x14
         o = (x4 + x5) + x14
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x19 = KT^T @ v
         x19 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x21 = AT^T @ x13
-        x21 = _dot(tl.trans(AT), x13, DOT, PRECISION)
+        x21 = _dot(tl.trans(AT), x13, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x19) + x21
         S_next = ((S * Gc[:, None]) + x19) + x21
@@ -768,6 +795,8 @@ def _backward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -798,10 +827,10 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = sum[before](g)
         x2 = _sums(_keep_before(row), g, GATE_PARTS)
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (a * exp(x2))
         W = _dot(E, (a * tl.exp(x2)), RANGE, PRECISION)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
@@ -809,11 +838,11 @@ def _backward_prepare(
         x23 = _sums(_keep_after(row), g, GATE_PARTS)
         # x24 = exp(x23)
         x24 = tl.exp(x23)
-        b = _load_rows(b_ptr + batch * b_stride_b + start * b_stride_t + head * b_stride_h, row, col_k, b_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # AT = b * x24
         AT = b * x24
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # KT = k * x24
         KT = k * x24
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
@@ -824,7 +853,7 @@ def _backward_prepare(
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # x19 = sum[to](g)
         x19 = _sums(_keep_to(row), g, GATE_PARTS)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * exp(x19)
         QL = (scale * q) * tl.exp(x19)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -833,13 +862,13 @@ def _backward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x = M3 @ v
         x = _dot(M3, v, DOT, PRECISION)
         # U = E @ x
         U = _dot(E, x, DOT, PRECISION)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x32 = Aqa^T @ do
         x32 = _dot(tl.trans(Aqa), do, DOT, PRECISION)
         # x33 = -x32
@@ -873,6 +902,8 @@ def _backward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -928,12 +959,12 @@ def _backward_scan(
         x6 = U + x5
         _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x88 = KT^T @ v
         x88 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x90 = AT^T @ x6
-        x90 = _dot(tl.trans(AT), x6, DOT, PRECISION)
+        x90 = _dot(tl.trans(AT), x6, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x88) + x90
         S_next = ((S * Gc[:, None]) + x88) + x90
@@ -968,6 +999,8 @@ def _backward_reverse(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1026,7 +1059,7 @@ def _backward_reverse(
         # x92 = W^T @ x34
         x92 = _dot(tl.trans(W), x34, RANGE, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x95 = QL^T @ do
         x95 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -1081,6 +1114,8 @@ def _backward_finish(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1127,11 +1162,11 @@ def _backward_finish(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ x6^T
-        dAqa += _dot(do, tl.trans(x6), DOT, PRECISION)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        dAqa += _dot(do, tl.trans(x6), RANGE, PRECISION)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
@@ -1142,13 +1177,13 @@ def _backward_finish(
         dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
         x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x35 = E^T @ x34
-        x35 = _dot(tl.trans(E), x34, DOT, PRECISION)
+        x35 = _dot(tl.trans(E), x34, RANGE, PRECISION)
         # x36 = x35 @ v^T
-        x36 += _dot(x35, tl.trans(v), DOT, PRECISION)
+        x36 += _dot(x35, tl.trans(v), RANGE, PRECISION)
         # x40 = KT @ dS
         x40 = _dot(KT, dS, RANGE, PRECISION)
         # x41 = U2^T @ x34
-        x41 = _dot(tl.trans(U2), x34, DOT, PRECISION)
+        x41 = _dot(tl.trans(U2), x34, RANGE, PRECISION)
         # x44 = Aqk^T @ do
         x44 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x40 + -x41) + x44
@@ -1156,7 +1191,7 @@ def _backward_finish(
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
         # x45 = x35 @ x6^T
-        x45 += _dot(x35, tl.trans(x6), DOT, PRECISION)
+        x45 += _dot(x35, tl.trans(x6), RANGE, PRECISION)
         # x51 = x35 @ S^T
         x51 += _dot(x35, tl.trans(S), RANGE, PRECISION)
         # x55 = x6 @ dS^T
@@ -1169,7 +1204,7 @@ def _backward_finish(
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x36_out + tile * C * C, x36, row, row, C, C, C, True)
     _store_rows(x45_out + tile * C * C, x45, row, row, C, C, C, True)
-    g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
+    g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x19 = sum[to](g)
     x19 = _sums(_keep_to(row), g, GATE_PARTS)
     # x21 = dQL * exp(x19)
@@ -1243,6 +1278,8 @@ def _backward_finish_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -1280,14 +1317,14 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x26 = scale * q
         x26 = scale * q
-        b = _load_rows(b_ptr + batch * b_stride_b + start * b_stride_t + head * b_stride_h, row, col_k, b_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        g = _load_rows(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h, row, col_k, g_stride_t, rows, K, K % BK == 0).to(tl.float32)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x16 = tl.zeros([C, BK, ], tl.float32)
-        a = _load_rows(a_ptr + batch * a_stride_b + start * a_stride_t + head * a_stride_h, row, col_k, a_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x39 = tl.zeros([C, BK, ], tl.float32)
         x50 = tl.zeros([C, BK, ], tl.float32)
         x61 = tl.zeros([C, BK, ], tl.float32)
@@ -1321,18 +1358,18 @@ def _backward_finish_1(
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
             left_3_16 = (operand_3_16 * decay_before_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x16_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
-            x50_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
-            x50_16 -= decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
-            x39_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x39_16 -= decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-            x61_16 -= decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x61_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(RANGE)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(RANGE)
+            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
+            x16_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, RANGE, PRECISION)
+            x50_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, RANGE, PRECISION)
+            x50_16 -= decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, RANGE, PRECISION)
+            x39_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+            x39_16 -= decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+            x61_16 -= decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+            x61_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1344,14 +1381,14 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
         left_3_16 = (operand_3_16 * decay_before_left_16).to(DOT)
-        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x16_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
-        x50_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
-        x50_16 -= decay_before_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
-        x39_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x39_16 -= decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x61_16 -= decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x61_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
+        x16_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, RANGE, PRECISION)
+        x50_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, RANGE, PRECISION)
+        x50_16 -= decay_before_left_16 * _dot(cotangent_2_16, right_1_16, RANGE, PRECISION)
+        x39_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+        x39_16 -= decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+        x61_16 -= decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+        x61_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
         x16 += tl.reshape(x16_16, [C, BK])
         x50 += tl.reshape(x50_16, [C, BK])
         x39 += tl.reshape(x39_16, [C, BK])
@@ -1364,18 +1401,18 @@ def _backward_finish_1(
             right_1 = (k * decay).to(DOT)
             left_2 = (x26 * decay).to(DOT)
             left_3 = (a * decay_before).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_2_edge = tl.where(edge, x36, 0.0).to(DOT)
-            cotangent_3_edge = tl.where(edge, x45, 0.0).to(DOT)
-            x16 -= decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x16 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
-            x50 -= decay_before * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
-            x50 -= decay_before * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
-            x39 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
-            x39 -= decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
-            x61 -= decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
-            x61 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+            cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(RANGE)
+            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
+            cotangent_2_edge = tl.where(edge, x36, 0.0).to(RANGE)
+            cotangent_3_edge = tl.where(edge, x45, 0.0).to(RANGE)
+            x16 -= decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
+            x16 -= decay * _dot(cotangent_1_edge, right_1, RANGE, PRECISION)
+            x50 -= decay_before * _dot(cotangent_3_edge, right_0, RANGE, PRECISION)
+            x50 -= decay_before * _dot(cotangent_2_edge, right_1, RANGE, PRECISION)
+            x39 += decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
+            x39 -= decay * _dot(tl.trans(cotangent_2_edge), left_3, RANGE, PRECISION)
+            x61 -= decay * _dot(tl.trans(cotangent_0_edge), left_2, RANGE, PRECISION)
+            x61 += decay * _dot(tl.trans(cotangent_3_edge), left_3, RANGE, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1387,14 +1424,14 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(DOT)
             left_2 = (x26 * decay_left).to(DOT)
             left_3 = (a * decay_before_left).to(DOT)
-            x16 -= decay_left * _dot(dAqa, right_0, DOT, PRECISION)
-            x16 -= decay_left * _dot(dAqk, right_1, DOT, PRECISION)
-            x50 -= decay_before_left * _dot(x45, right_0, DOT, PRECISION)
-            x50 -= decay_before_left * _dot(x36, right_1, DOT, PRECISION)
-            x39 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
-            x39 -= decay_right * _dot(tl.trans(x36), left_3, DOT, PRECISION)
-            x61 -= decay_right * _dot(tl.trans(dAqa), left_2, DOT, PRECISION)
-            x61 += decay_right * _dot(tl.trans(x45), left_3, DOT, PRECISION)
+            x16 -= decay_left * _dot(dAqa, right_0, RANGE, PRECISION)
+            x16 -= decay_left * _dot(dAqk, right_1, RANGE, PRECISION)
+            x50 -= decay_before_left * _dot(x45, right_0, RANGE, PRECISION)
+            x50 -= decay_before_left * _dot(x36, right_1, RANGE, PRECISION)
+            x39 += decay_right * _dot(tl.trans(dAqk), left_2, RANGE, PRECISION)
+            x39 -= decay_right * _dot(tl.trans(x36), left_3, RANGE, PRECISION)
+            x61 -= decay_right * _dot(tl.trans(dAqa), left_2, RANGE, PRECISION)
+            x61 += decay_right * _dot(tl.trans(x45), left_3, RANGE, PRECISION)
         x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * b) + (x9 * k)) + -x16) + x21) * scale
         dq = ((((x7[:, None] * b) + (x9[:, None] * k)) + (-x16)) + x21) * scale
@@ -1532,11 +1569,14 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "C": C,
         "K": K,
         "V": V,
+        "UNIT_K": _unit(K),
+        "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
-        "SOLVE": "ieee" if wide else "tf32",
+        # Where keys repeat, the inverse alternates in sign: its products need float32.
+        "SOLVE": "ieee" if wide or torch.version.hip else "tf32x3",
         "GATE_PARTS": parts if exact else 3 * parts,
         "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
@@ -1583,14 +1623,32 @@ def _counts(B: int, T: int, C: int, chunks: Tensor | None, sequences: Tensor | N
     return chunks.shape[0], sequences.shape[0] - 1
 
 
+def _unit(size: int) -> int:
+    """The largest power of two, up to 16, that divides the size: what every stride of a tensor without gaps is in."""
+    return min(16, size & -size)
+
+
 def _readable(x: Tensor, C: int) -> Tensor:
-    """The tensor if kernels can read it by its strides: channels side by side, a chunk within 2^31 elements; else a copy."""
-    near = max(x.stride(1), x.stride(2)) * C < 2**31
-    return x if (x.dim() == 3 or x.stride(3) == 1 or x.shape[3] == 1) and near else x.contiguous()
+    """The tensor if kernels can read it by its strides, or else a copy.
+
+    Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
+    elements. So one kernel, and its order of summing, serves every layout.
+    """
+    if x.stride(1) * C >= 2**31:
+        return x.contiguous()
+    if x.dim() == 3:
+        return x
+    unit = _unit(x.shape[3])
+    apart = x.stride(3) != 1 and x.shape[3] != 1
+    odd = any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return x.contiguous() if apart or odd or x.data_ptr() % 16 else x
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return (x, *x.stride()[:3])
+    """A tensor and its strides as kernels take them; that of an axis of one element does not matter."""
+    unit = _unit(x.shape[3]) if x.dim() == 4 else 1
+    b, t, h = (s // unit for s in x.stride()[:3])
+    return x, b, t, h
 
 
 def _forward_triton(
@@ -1798,7 +1856,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x6 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x6 = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1828,7 +1886,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
+            x34 = q.new_empty((B, NT, HV, C, V), dtype=wide)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1858,12 +1916,12 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqa = q.new_empty((B, NT, HV, C, C), dtype=wide)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x21 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x25 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x36 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x45 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x36 = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            x45 = q.new_empty((B, NT, HV, C, C), dtype=wide)
             x52 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x56 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x75 = q.new_empty((B, NT, HV, K), dtype=torch.float32)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program 70223672:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program af63f010:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,18 +45,30 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla", "simple_gla_step"]
 
-_NAME = "simple_gla_70223672"
+_NAME = "simple_gla_af63f010"
 
 
-#: What kernels are not compiled anew for. The strides of streams with channels are: loads are wide where they allow it.
+#: What kernels are not compiled anew for.
 _UNSPECIALIZED = (
     "scale",
     "T",
     "NT",
     "slots",
+    "q_stride_b",
+    "q_stride_t",
+    "q_stride_h",
+    "k_stride_b",
+    "k_stride_t",
+    "k_stride_h",
+    "v_stride_b",
+    "v_stride_t",
+    "v_stride_h",
     "g_stride_b",
     "g_stride_t",
     "g_stride_h",
+    "do_stride_b",
+    "do_stride_t",
+    "do_stride_h",
 )
 
 
@@ -330,6 +342,8 @@ def _forward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -374,13 +388,13 @@ def _forward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x = scale * q
         x = scale * q
         # QL = x * x3
         QL = x * x3[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x6 = x @ k^T
         x6 += _dot(x, tl.trans(k), DOT, PRECISION)
         # KT = k * x11
@@ -395,7 +409,7 @@ def _forward_prepare(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x7 = Aqk @ v
         x7 = _dot(Aqk, v, DOT, PRECISION)
         _store_rows(x7_out + tile * C * V, x7, row, col_v, V, C, V, V % BV == 0)
@@ -425,6 +439,8 @@ def _forward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -480,7 +496,7 @@ def _forward_scan(
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x12 = KT^T @ v
         x12 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
@@ -523,6 +539,8 @@ def _backward_prepare(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -566,11 +584,11 @@ def _backward_prepare(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # KT = k * x12
         KT = k * x12[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x8
         QL = (scale * q) * x8[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
@@ -598,6 +616,8 @@ def _backward_scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -646,7 +666,7 @@ def _backward_scan(
         tile = (chunk_first + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x40 = KT^T @ v
         x40 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
@@ -679,6 +699,8 @@ def _backward_reverse(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -727,7 +749,7 @@ def _backward_reverse(
         tile = (chunk_first + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x42 = QL^T @ do
         x42 = _dot(tl.trans(QL), do, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
@@ -768,6 +790,8 @@ def _backward_finish(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -805,8 +829,8 @@ def _backward_finish(
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
-        do = _load_rows(do_ptr + batch * do_stride_b + start * do_stride_t + head_v * do_stride_h, row, col_v, do_stride_t, rows, V, V % BV == 0).to(tl.float32)
-        v = _load_rows(v_ptr + batch * v_stride_b + start * v_stride_t + head_v * v_stride_h, row, col_v, v_stride_t, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
@@ -866,6 +890,8 @@ def _backward_finish_1(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
     RANGE: tl.constexpr,
@@ -915,7 +941,7 @@ def _backward_finish_1(
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        k = _load_rows(k_ptr + batch * k_stride_b + start * k_stride_t + head * k_stride_h, row, col_k, k_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x3 = x2 @ k
         x3 = _dot(x2, k, DOT, PRECISION)
         dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -923,7 +949,7 @@ def _backward_finish_1(
         dq = ((x3 + (x4[:, None] * k)) + (dQL * x8[:, None])) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, rows, K, K % BK == 0)
-        q = _load_rows(q_ptr + batch * q_stride_b + start * q_stride_t + head * q_stride_h, row, col_k, q_stride_t, rows, K, K % BK == 0).to(tl.float32)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x14 = scale * q
         x14 = scale * q
         # x15 = x2^T @ x14
@@ -1054,11 +1080,14 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "C": C,
         "K": K,
         "V": V,
+        "UNIT_K": _unit(K),
+        "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
-        "SOLVE": "ieee" if wide else "tf32",
+        # Where keys repeat, the inverse alternates in sign: its products need float32.
+        "SOLVE": "ieee" if wide or torch.version.hip else "tf32x3",
         "GATE_PARTS": parts if exact else 3 * parts,
         "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
@@ -1105,14 +1134,32 @@ def _counts(B: int, T: int, C: int, chunks: Tensor | None, sequences: Tensor | N
     return chunks.shape[0], sequences.shape[0] - 1
 
 
+def _unit(size: int) -> int:
+    """The largest power of two, up to 16, that divides the size: what every stride of a tensor without gaps is in."""
+    return min(16, size & -size)
+
+
 def _readable(x: Tensor, C: int) -> Tensor:
-    """The tensor if kernels can read it by its strides: channels side by side, a chunk within 2^31 elements; else a copy."""
-    near = max(x.stride(1), x.stride(2)) * C < 2**31
-    return x if (x.dim() == 3 or x.stride(3) == 1 or x.shape[3] == 1) and near else x.contiguous()
+    """The tensor if kernels can read it by its strides, or else a copy.
+
+    Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
+    elements. So one kernel, and its order of summing, serves every layout.
+    """
+    if x.stride(1) * C >= 2**31:
+        return x.contiguous()
+    if x.dim() == 3:
+        return x
+    unit = _unit(x.shape[3])
+    apart = x.stride(3) != 1 and x.shape[3] != 1
+    odd = any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return x.contiguous() if apart or odd or x.data_ptr() % 16 else x
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return (x, *x.stride()[:3])
+    """A tensor and its strides as kernels take them; that of an axis of one element does not matter."""
+    unit = _unit(x.shape[3]) if x.dim() == 4 else 1
+    b, t, h = (s // unit for s in x.stride()[:3])
+    return x, b, t, h
 
 
 def _forward_triton(

@@ -1,0 +1,441 @@
+"""The contract of every op on a GPU: the checks of tests/contract.py, random calls, and what only a GPU can show.
+
+    python benchmarks/check_contract.py --out $OUT --budget-seconds 500
+    python benchmarks/check_contract.py --out $OUT --parts large --only pool
+
+Parts: `huge` (sizes that need most of the memory: give --workers 1), `large` (memory, CUDA graphs, many sequences),
+`checks` (every check, every variant), `draws` (random calls until the time is up). Items run in worker processes, as in
+check_gpu.py. Writes OUT/NAME.jsonl and OUT/NAME.txt; exit code 1 if anything fails, 2 if something was not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import bench
+from bench import Json
+
+bench.use_checkout()
+
+import contract  # noqa: E402
+import torch  # noqa: E402
+from inputs import has_gate, make  # noqa: E402
+from oracles import names  # noqa: E402
+
+GPU = "cuda"
+VARIANTS = tuple(contract.SIGNATURES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What only a GPU can show. Each takes a variant and gives what it found wrong.
+
+
+def random_call(
+    name: str, B: int, T: int, H: int, HV: int, K: int, V: int, states: int | None = None, dtype: Any = None
+):
+    """Inputs drawn on the device, for sizes that are too large to draw elsewhere; no cotangents kept."""
+    dtype = dtype or torch.bfloat16
+    size = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V}
+    streams = []
+    for stream, shape in contract.SIGNATURES[name]:
+        x = torch.empty([size[s] for s in shape.split()], dtype=dtype, device=GPU)
+        if stream == "v":
+            x.normal_()
+        elif stream == "g":
+            x.uniform_(-1.0, 0.0)
+        elif stream in ("beta", "eta", "e", "w"):
+            x.uniform_(0.0, 1.0)
+        else:
+            x.normal_().mul_(K**-0.5 / (2 if stream in ("a", "b", "d") else 1))
+        streams.append(x)
+    h0 = torch.randn(B if states is None else states, HV, K, V, device=GPU)
+    return streams, h0
+
+
+def run(name: str, streams, h0, do=None, dht=None, **options):
+    """Outputs and gradients, as metrics.collect gives them."""
+    streams = [x.detach().requires_grad_() for x in streams]
+    h0 = h0.detach().requires_grad_()
+    v = streams[names(name).index("v")]
+    do = torch.ones_like(v) if do is None else do
+    dht = torch.ones_like(h0) if dht is None else dht
+    return contract.run(name, streams, h0, do, dht, **options)
+
+
+def grid_limits(name: str) -> list[str]:
+    """More batch rows, heads and sequences than a grid axis has places: the same as in two halves, to the bit."""
+    streams, h0 = random_call(name, 10923, 32, 6, 6, 16, 16)
+    whole, failures = run(name, streams, h0), []
+    for rows in (slice(0, 5000), slice(5000, None)):
+        part = run(name, [x[rows] for x in streams], h0[rows])
+        failures += contract.differing(f"rows from {rows.start}", {k: x[rows] for k, x in whole.items()}, part)
+    N, length = 2050, 9
+    streams, h0 = random_call(name, 1, N * length, 32, 32, 16, 16, states=N)
+    cu = torch.arange(N + 1, device=GPU) * length
+    whole = run(name, streams, h0, cu_seqlens=cu)
+    half = N // 2
+    for part, tokens in ((slice(0, half), slice(0, half * length)), (slice(half, N), slice(half * length, N * length))):
+        own = cu[: part.stop - part.start + 1]
+        got = run(name, [x[:, tokens] for x in streams], h0[part], cu_seqlens=own)
+        want = {k: x[part] if k in ("ht", "dh0") else x[:, tokens] for k, x in whole.items()}
+        failures += contract.differing(f"sequences from {part.start}", want, got)
+    return failures
+
+
+def batch_past_2_31(name: str) -> list[str]:
+    """2.4e9 elements a tensor: the last rows are what they are alone, to the bit, gradients too."""
+    streams, h0 = random_call(name, 4096, 576, 8, 8, 128, 16)
+    rows = slice(4093, 4096)
+    do = torch.zeros_like(streams[names(name).index("v")])
+    do[rows] = 1.0
+    whole = {k: x[rows].clone() for k, x in run(name, streams, h0, do).items()}
+    return contract.differing("last rows", whole, run(name, [x[rows] for x in streams], h0[rows], do[rows]))
+
+
+def sequence_past_2_31(name: str) -> list[str]:
+    """2.2e9 elements along one sequence: what follows a hand-off at a chunk's edge is the same bits."""
+    T, cut = 2_200_000, 2_199_936
+    streams, h0 = random_call(name, 1, T, 8, 8, 128, 16)
+    with torch.no_grad():
+        o, ht = contract.of(name)(*streams, initial_state=h0, output_final_state=True)
+        _, state = contract.of(name)(*(x[:, :cut] for x in streams), initial_state=h0, output_final_state=True)
+        tail, end = contract.of(name)(*(x[:, cut:] for x in streams), initial_state=state, output_final_state=True)
+    same = {
+        "o": torch.equal(o[:, cut:], tail),
+        "ht": torch.equal(ht, end),
+        "finite": bool(torch.isfinite(o[:, -999:]).all()),
+    }
+    return [f"long sequence: {k}" for k, x in same.items() if not x]
+
+
+def many_states(name: str) -> list[str]:
+    """4000 sequences with states, some empty: equal to a batch of their own where that is the same call."""
+    N, HV, K, V = 4000, 8, 64, 64
+    lengths = torch.randint(0, 12, (N,), generator=torch.Generator().manual_seed(1))
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    streams, h0 = random_call(name, 1, int(bounds[-1]), HV, HV, K, V, states=N)
+    got = run(name, streams, h0, cu_seqlens=bounds.to(GPU))
+    failures = []
+    for n in (0, 1, 777, 1999, 3998, 3999, *torch.nonzero(lengths == 0)[:2, 0].tolist()):
+        tokens = slice(int(bounds[n]), int(bounds[n + 1]))
+        alone = run(name, [x[:, tokens] for x in streams], h0[n : n + 1])
+        part = {k: x[n : n + 1] if k in ("ht", "dh0") else x[:, tokens] for k, x in got.items()}
+        failures += contract.differing(f"sequence {n} of {tokens.stop - tokens.start}", part, alone)
+    return failures
+
+
+def pool(name: str) -> list[str]:
+    """A slot beyond 2^31 elements into a pool of states: that slot is updated and no other."""
+    P, HV, K, V = 4200, 32, 128, 128
+    streams, _ = random_call(name, 3, 1, HV, HV, K, V)
+    token = [x[:, 0] for x in streams]
+    states = torch.randn(P, HV, K, V, device=GPU)
+    slots = torch.tensor([4100, -1, 0], device=GPU, dtype=torch.int32)
+    used, before = slots[[0, 2]].long(), states.clone()
+    step = getattr(contract.ops, f"{name}_step")
+    want, after = step(*(x[[0, 2]] for x in token), states[used])
+    o, _ = step(*token, states, inplace=True, state_indices=slots)
+    same = {"o": torch.equal(o[[0, 2]], want), "padding": not o[1].any(), "slots": torch.equal(states[used], after)}
+    states[used] = before[used]
+    same["others"] = torch.equal(states, before)
+    return [f"pool: {k}" for k, x in same.items() if not x]
+
+
+def thousand_batches(name: str) -> list[str]:
+    """1000 packed batches, each with boundaries in a new tensor, the old one freed: each equals its own sequences."""
+    generator = torch.Generator().manual_seed(2)
+    T, N = 192, 5
+    streams, h0 = random_call(name, 1, T, 2, 4, 64, 64, states=N)
+    failures: list[str] = []
+    with torch.no_grad():
+        for number in range(1000):
+            cuts = torch.randint(0, T + 1, (N + 1,), generator=generator).sort().values
+            o, ht = contract.of(name)(*streams, initial_state=h0, output_final_state=True, cu_seqlens=cuts.to(GPU))
+            n = number % N
+            tokens = slice(int(cuts[n]), int(cuts[n + 1]))
+            own = [x[:, tokens] for x in streams]
+            alone, end = contract.of(name)(*own, initial_state=h0[n : n + 1], output_final_state=True)
+            outside = torch.ones(T, dtype=torch.bool)
+            outside[int(cuts[0]) : int(cuts[-1])] = False
+            if (
+                not (torch.equal(o[:, tokens], alone) and torch.equal(ht[n : n + 1], end))
+                or o[:, outside.to(GPU)].any()
+            ):
+                failures.append(f"batch {number}: {cuts.tolist()}")
+    return failures[:3]
+
+
+def graph(name: str) -> list[str]:
+    """Forward and backward of a packed call in a CUDA graph, replayed with other boundaries in the same buffer."""
+    T, N = 256, 4
+    streams, h0 = random_call(name, 1, T, 2, 4, 64, 64, states=N)
+    streams, h0 = [x.requires_grad_() for x in streams], h0.requires_grad_()
+    do, dht = torch.randn(1, T, 4, 64, device=GPU, dtype=torch.bfloat16), torch.randn_like(h0)
+    cu = torch.tensor([0, 30, 100, 100, 250], device=GPU, dtype=torch.int32)
+
+    def both() -> dict[str, torch.Tensor]:
+        return contract.run(name, streams, h0, do, dht, cu_seqlens=cu)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.current_stream().wait_stream(side)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        results = both()
+    failures = []
+    for bounds in ([0, 256, 256, 256, 256], [0, 1, 2, 3, 4], [0, 64, 128, 192, 256], [0, 0, 77, 201, 255]):
+        cu.copy_(torch.tensor(bounds))
+        captured.replay()
+        got = {k: x.clone() for k, x in results.items()}
+        failures += contract.differing(f"replay with {bounds}", got, both())
+    return failures
+
+
+def no_host_reads(name: str) -> list[str]:
+    """A packed training call and a step make the host wait for nothing."""
+    streams, h0 = random_call(name, 1, 200, 2, 4, 64, 64, states=3)
+    cu = torch.tensor([0, 30, 100, 190], device=GPU, dtype=torch.int32)
+    run(name, streams, h0, cu_seqlens=cu)
+    token, states = [x[:, 0] for x in streams], h0[:1].clone()
+    getattr(contract.ops, f"{name}_step")(*token, states, inplace=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(name, streams, h0, cu_seqlens=cu)
+        getattr(contract.ops, f"{name}_step")(*token, states, inplace=True)
+    except RuntimeError as error:
+        return [f"host reads: {error}"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return []
+
+
+def poisoned(name: str) -> list[str]:
+    """Memory that holds NaN before a call changes no bit of it, packed or not."""
+    failures = []
+    for bounds in (None, [0, 37, 100, 100]):
+        streams, h0 = random_call(name, 1, 110, 2, 4, 64, 64, states=None if bounds is None else 3)
+        options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device=GPU)}
+        plain = run(name, streams, h0, **options)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        got = run(name, streams, h0, **options)
+        torch.use_deterministic_algorithms(False)
+        failures += contract.differing(f"poisoned, {bounds}", got, plain)
+    return failures
+
+
+def guarded(name: str) -> list[str]:
+    """Inputs that end right before 1e30 and NaN give the bits of inputs alone: nothing past a tensor matters."""
+    failures = []
+    for K, V in ((60, 100), (3, 5), (100, 33)):
+        for T in (1, 29):
+            streams, h0 = random_call(name, 2, T, 2, 4, K, V)
+            plain = run(name, streams, h0)
+            views = []
+            for x in (*streams, h0):
+                room = torch.full(
+                    (x.numel() + 8192,), float("nan") if x.dtype == torch.float32 else 1e30, device=GPU, dtype=x.dtype
+                )
+                views.append(room[4096 : 4096 + x.numel()].view(x.shape).copy_(x))
+            failures += contract.differing(
+                f"guarded, K = {K}, V = {V}, T = {T}", run(name, views[:-1], views[-1]), plain
+            )
+    return failures
+
+
+def flat_error(name: str) -> list[str]:
+    """The error does not grow with the length: 16384 tokens are as right as 512."""
+    import fastref
+    import metrics
+
+    worst: dict[int, dict[str, float]] = {}
+    for T in (512, 16384):
+        given = make(
+            name, 1, T, 2, 2, 64, 64, torch.bfloat16, regime="mild" if has_gate(name) else "zero", seed=5, device=GPU
+        )
+        got, ref = contract.run(name, *given), fastref.reference(name, *given)
+        worst[T] = metrics.worst(got, ref)
+    grown = {k: (x, worst[16384][k]) for k, x in worst[512].items() if worst[16384][k] > 1.5 * x + 1e-4}
+    return [f"error grows: {k} from {x:.1e} to {y:.1e}" for k, (x, y) in grown.items()]
+
+
+def leaves_nothing(name: str) -> list[str]:
+    """After a call and its results are gone, so is its memory; a call beside memory that is nearly full works."""
+    streams, h0 = random_call(name, 1, 256, 2, 4, 64, 64)
+    run(name, streams, h0)
+    del streams, h0
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    streams, h0 = random_call(name, 1, 256, 2, 4, 64, 64)
+    run(name, streams, h0)
+    del streams, h0
+    gc.collect()
+    left = torch.cuda.memory_allocated() - before
+    return [f"{left} bytes stay allocated"] if left else []
+
+
+def two_gate_dtypes(name: str) -> list[str]:
+    """float32 gates, then bfloat16 ones, then float32 again, at the same shapes: each its own kernel."""
+    failures = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        place = dataclasses.replace(PLACE, dtype=torch.bfloat16)
+        given = make(
+            name,
+            1,
+            100,
+            2,
+            4,
+            64,
+            64,
+            torch.bfloat16,
+            gate_dtype=dtype,
+            regime="mild" if has_gate(name) else "zero",
+            device=GPU,
+        )
+        failures += contract.judged(name, place, f"gates in {dtype}", given)
+    return failures
+
+
+HUGE: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
+    "batch_past_2_31": (batch_past_2_31, ("kda",)),
+    "sequence_past_2_31": (sequence_past_2_31, ("kda",)),
+    "grid_limits": (grid_limits, ("kda", "gdn", "dplr")),
+    "pool": (pool, ("kda", "gdn2_clipped")),
+}
+LARGE: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
+    **{
+        f.__name__: (f, VARIANTS)
+        for f in (graph, poisoned, guarded, no_host_reads, many_states, flat_error, leaves_nothing, two_gate_dtypes)
+    },
+    "thousand_batches": (thousand_batches, ("kda", "gdn", "dplr", "gdn2_clipped")),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Items
+
+
+def _reference(*args: Any) -> Any:
+    import fastref
+
+    return fastref.reference(*args)
+
+
+PLACE = contract.Place(GPU, torch.bfloat16, 64, 60, _reference)
+
+#: K and the V that goes with it: a draw of kernels to compile is what takes the time.
+PAIRS = {64: 60, 33: 100}
+
+
+def items(parts: Sequence[str], count: int, seed: int) -> list[Json]:
+    out: list[Json] = []
+    for part, table in (("huge", HUGE), ("large", LARGE)):
+        if part in parts:
+            out += [{"part": part, "check": k, "variant": v} for k, (_, vs) in table.items() for v in vs]
+    if "checks" in parts:
+        found = [{"part": "checks", "check": f.__name__, "variant": v} for f in contract.CHECKS for v in VARIANTS]
+        out += [{**x, "dtype": "bfloat16"} for x in found]
+        out += [
+            {**x, "dtype": d}
+            for d in ("float16", "float32")
+            for x in found
+            if x["variant"] in ("kda", "dplr", "gdn2_clipped")
+        ]
+    if "draws" in parts:
+        drawn = contract.draws(count, seed, K=tuple(PAIRS), H=(2, 3))
+        out += [{"part": "draws", "draw": dataclasses.asdict(dataclasses.replace(d, V=PAIRS[d.K]))} for d in drawn]
+    return out
+
+
+def label(item: Json) -> str:
+    if item["part"] == "draws":
+        return "draw " + " ".join(f"{k}={v}" for k, v in item["draw"].items())
+    return f"{item['check']} {item['variant']} {item.get('dtype', '')}".strip()
+
+
+def judge(item: Json) -> Json:
+    start = time.monotonic()
+    if item["part"] == "draws":
+        failures = contract.check_draw(contract.Draw(**item["draw"]), PLACE)
+    elif item["part"] in ("huge", "large"):
+        failures = (HUGE | LARGE)[item["check"]][0](item["variant"])
+    else:
+        check = next(f for f in contract.CHECKS if f.__name__ == item["check"])
+        dtype = getattr(torch, item["dtype"])
+        failures = check(item["variant"], dataclasses.replace(PLACE, dtype=dtype))
+    torch.cuda.synchronize()
+    if torch.cuda.memory_reserved() > 2 << 30:
+        torch.cuda.empty_cache()
+    return {"failures": failures, "seconds": round(time.monotonic() - start, 2)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--name", default="contract")
+    parser.add_argument("--parts", default="large,checks,draws", type=lambda x: x.split(","))
+    parser.add_argument("--only", metavar="REGEX")
+    parser.add_argument("--draws", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.worker:
+        torch.set_num_threads(1)
+        bench.serve(judge)
+        return 0
+    if args.out is None:
+        parser.error("--out is needed")
+    start = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    chosen = [x for x in items(args.parts, args.draws, args.seed) if re.search(args.only or "", label(x))]
+    rows: list[Json] = []
+    with (args.out / f"{args.name}.jsonl").open("w") as file:
+
+        def note(item: Json, answer: Json) -> None:
+            row = answer.get("row") or {"failures": [answer["error"]], "seconds": None}
+            rows.append({**item, **row})
+            print(json.dumps(rows[-1]), file=file, flush=True)
+
+        command = [sys.executable, __file__, "--worker"]
+        left = bench.run_pool(
+            command,
+            chosen,
+            args.workers,
+            note,
+            until=start + args.budget_seconds,
+            item_seconds=240.0,
+            grace=30.0,
+            environment={"OMP_NUM_THREADS": "1"},
+        )
+    counts = Counter((row["part"], bool(row["failures"])) for row in rows)
+    lines = [", ".join(f"{k} {v}" for k, v in bench.versions(GPU).items())]
+    lines.append("programs " + " ".join(bench.generated(v)._NAME for v in VARIANTS))
+    for part in args.parts:
+        lines.append(f"{part}: {counts[part, False]} passed, {counts[part, True]} failed")
+    lines.append(f"{len(left)} not run, {time.monotonic() - start:.0f} s")
+    failed = [row for row in rows if row["failures"]]
+    lines += [f"  {label(row)}: {'; '.join(str(x) for x in row['failures'][:2])[:300]}" for row in failed[:40]]
+    text = "\n".join(lines)
+    (args.out / f"{args.name}.txt").write_text(text + "\n")
+    print(text)
+    return 1 if failed else 2 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
