@@ -99,12 +99,12 @@ def _triton_matmul(n: Node, args: list[str]) -> str:
 
 
 def _ranges(n: Node) -> bool:
-    """Whether a value, or a product, is scaled by the state or by the decay from the chunk's start.
+    """Whether a value, or a product, is scaled by the state or by the decay from the chunk's start or to its end.
 
     Such numbers span more than float16 does, so they are stored and multiplied in a type that has the range.
     """
     if n.op == "exp":
-        return n.args[0].op == "run" and n.args[0].attr("over") in ("to", "before")
+        return n.args[0].op == "run"
     if n.op == "matmul":
         return any(_ranges(a) for a in n.args)
     if n.op in ("mul", "neg", "add"):

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program 81411de2:
+# Comba: the erase key is an input of its own, program aa1fe5c7:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba", "comba_step"]
 
-_NAME = "comba_81411de2"
+_NAME = "comba_aa1fe5c7"
 
 
 #: What kernels are not compiled anew for.
@@ -1368,7 +1368,7 @@ def _forward_triton(
     x8 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     x12 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
     with _on(q):
         _launch(
@@ -1470,7 +1470,7 @@ def _backward_triton(
         if needs & 127:
             x6 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             x8 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             x25 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 50f5ed57:
+# gated diagonal plus low rank, the master form, program 717b8695:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr", "dplr_step"]
 
-_NAME = "dplr_50f5ed57"
+_NAME = "dplr_717b8695"
 
 
 #: What kernels are not compiled anew for.
@@ -724,7 +724,7 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x16 = KT^T @ v
-        x16 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        x16 = _dot(tl.trans(KT), v, RANGE, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x18 = AT^T @ x9
         x18 = _dot(tl.trans(AT), x9, RANGE, PRECISION)
@@ -957,7 +957,7 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x76 = KT^T @ v
-        x76 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        x76 = _dot(tl.trans(KT), v, RANGE, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x78 = AT^T @ x5
         x78 = _dot(tl.trans(AT), x5, RANGE, PRECISION)
@@ -1672,8 +1672,8 @@ def _forward_triton(
     U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
@@ -1806,9 +1806,9 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             x30 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(

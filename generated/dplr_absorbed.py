@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 86416dc5:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program d39c2904:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_86416dc5"
+_NAME = "dplr_absorbed_d39c2904"
 
 
 #: What kernels are not compiled anew for.
@@ -730,7 +730,7 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x18 = KT^T @ v
-        x18 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        x18 = _dot(tl.trans(KT), v, RANGE, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x20 = AT^T @ x11
         x20 = _dot(tl.trans(AT), x11, RANGE, PRECISION)
@@ -963,7 +963,7 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x80 = KT^T @ v
-        x80 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        x80 = _dot(tl.trans(KT), v, RANGE, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x82 = AT^T @ x5
         x82 = _dot(tl.trans(AT), x5, RANGE, PRECISION)
@@ -1686,8 +1686,8 @@ def _forward_triton(
     U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
@@ -1820,9 +1820,9 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             x32 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 651eed92:
+# Gated DeltaNet, program dac04643:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn", "gdn_step"]
 
-_NAME = "gdn_651eed92"
+_NAME = "gdn_dac04643"
 
 
 #: What kernels are not compiled anew for.
@@ -1344,7 +1344,7 @@ def _forward_triton(
     x8 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     x12 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
     with _on(q):
         _launch(
@@ -1443,7 +1443,7 @@ def _backward_triton(
         if needs & 63:
             x6 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             x8 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             x21 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 508f0987:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 2e1aa074:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped", "gdn2_clipped_step"]
 
-_NAME = "gdn2_clipped_508f0987"
+_NAME = "gdn2_clipped_2e1aa074"
 
 
 #: What kernels are not compiled anew for.
@@ -851,7 +851,7 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x46 = KT^T @ x30
-        x46 = _dot(tl.trans(KT), x30, DOT, PRECISION)
+        x46 = _dot(tl.trans(KT), x30, RANGE, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x48 = AT^T @ x39
         x48 = _dot(tl.trans(AT), x39, RANGE, PRECISION)
@@ -1140,7 +1140,7 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x165 = KT^T @ x
-        x165 = _dot(tl.trans(KT), x, DOT, PRECISION)
+        x165 = _dot(tl.trans(KT), x, RANGE, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x167 = AT^T @ x34
         x167 = _dot(tl.trans(AT), x34, RANGE, PRECISION)
@@ -2171,8 +2171,8 @@ def _forward_triton(
     U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     x37 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x31 = q.new_empty((B, NT, HV, C, V), dtype=summed)
@@ -2308,10 +2308,10 @@ def _backward_triton(
             x = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             x32 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             x58 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 8ab4b6e1:
+# gated linear attention, one decay a channel, program 34d8d052:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_8ab4b6e1"
+_NAME = "gla_34d8d052"
 
 
 #: What kernels are not compiled anew for.
@@ -523,7 +523,7 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x10 = KT^T @ v
-        x10 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        x10 = _dot(tl.trans(KT), v, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = (S * Gc) + x10
         S_next = (S * Gc[:, None]) + x10
@@ -689,7 +689,7 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x31 = KT^T @ v
-        x31 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        x31 = _dot(tl.trans(KT), v, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = (S * Gc) + x31
         S_next = (S * Gc[:, None]) + x31
@@ -1247,7 +1247,7 @@ def _forward_triton(
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1336,7 +1336,7 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0, packed)
     with _on(q):
         if needs & 31:
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(

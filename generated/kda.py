@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program bd2d5f86:
+# Kimi Delta Attention, program 31d6c395:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda", "kda_step"]
 
-_NAME = "kda_bd2d5f86"
+_NAME = "kda_31d6c395"
 
 
 #: What kernels are not compiled anew for.
@@ -1501,7 +1501,7 @@ def _forward_triton(
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x4 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     x8 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1619,7 +1619,7 @@ def _backward_triton(
         if needs & 63:
             x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             x19 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 267ab4fc:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 1ae9eeaf:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
-_NAME = "rwkv7_267ab4fc"
+_NAME = "rwkv7_1ae9eeaf"
 
 
 #: What kernels are not compiled anew for.
@@ -728,7 +728,7 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x19 = KT^T @ v
-        x19 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        x19 = _dot(tl.trans(KT), v, RANGE, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x21 = AT^T @ x13
         x21 = _dot(tl.trans(AT), x13, RANGE, PRECISION)
@@ -961,7 +961,7 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x88 = KT^T @ v
-        x88 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        x88 = _dot(tl.trans(KT), v, RANGE, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x90 = AT^T @ x6
         x90 = _dot(tl.trans(AT), x6, RANGE, PRECISION)
@@ -1684,8 +1684,8 @@ def _forward_triton(
     U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
@@ -1818,9 +1818,9 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             x33 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program af63f010:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program 2fd3c480:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla", "simple_gla_step"]
 
-_NAME = "simple_gla_af63f010"
+_NAME = "simple_gla_2fd3c480"
 
 
 #: What kernels are not compiled anew for.
@@ -498,7 +498,7 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x12 = KT^T @ v
-        x12 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        x12 = _dot(tl.trans(KT), v, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = (S * Gc) + x12
         S_next = (S * Gc) + x12
@@ -668,7 +668,7 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x40 = KT^T @ v
-        x40 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        x40 = _dot(tl.trans(KT), v, RANGE, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = (S * Gc) + x40
         S_next = (S * Gc) + x40
@@ -1192,7 +1192,7 @@ def _forward_triton(
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x7 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1281,7 +1281,7 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0, packed)
     with _on(q):
         if needs & 31:
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
