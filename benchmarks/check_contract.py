@@ -135,6 +135,23 @@ def many_states(name: str) -> list[str]:
     return failures
 
 
+def long_pack(name: str) -> list[str]:
+    """50 documents of 340 tokens or so in one row: finite gradients, and each document that of a call of its own."""
+    generator = torch.Generator().manual_seed(3)
+    cuts = torch.randint(0, 17001, (49,), generator=generator).tolist()
+    bounds = sorted([0, *cuts, 17000])
+    streams, h0 = random_call(name, 1, 17000, 16, 16, 128, 128, states=50)
+    do = torch.randn_like(streams[names(name).index("v")])
+    got = run(name, streams, h0, do, cu_seqlens=torch.tensor(bounds, device=GPU))
+    failures = [f"{k} is not finite" for k, x in got.items() if not torch.isfinite(x).all()]
+    for n in (0, 17, 49):
+        tokens = slice(bounds[n], bounds[n + 1])
+        alone = run(name, [x[:, tokens] for x in streams], h0[n : n + 1], do[:, tokens])
+        part = {k: x[n : n + 1] if k in ("ht", "dh0") else x[:, tokens] for k, x in got.items()}
+        failures += contract.differing(f"document {n}", part, alone)
+    return failures
+
+
 def pool(name: str) -> list[str]:
     """A slot beyond 2^31 elements into a pool of states: that slot is updated and no other."""
     P, HV, K, V = 4200, 32, 128, 128
@@ -273,6 +290,21 @@ def flat_error(name: str) -> list[str]:
     return [f"error grows: {k} from {x:.1e} to {y:.1e}" for k, (x, y) in grown.items()]
 
 
+def every_length(name: str) -> list[str]:
+    """Every length from 1 to 130: finite, and the outputs of the longest."""
+    import metrics
+
+    given = make(name, 2, 130, 2, 4, 64, 60, torch.bfloat16, regime="mild" if has_gate(name) else "zero", device=GPU)
+    streams, h0, *_ = given
+    ref, failures = _reference(name, *given)["o"], []
+    with torch.no_grad():
+        for T in range(1, 131):
+            o, _ = contract.of(name)(*(x[:, :T] for x in streams), initial_state=h0, output_final_state=True)
+            if not (x := metrics.rr(o, ref[:, :T])) < 5e-3:
+                failures.append(f"T = {T}: o rr {x:.1e}")
+    return failures
+
+
 def leaves_nothing(name: str) -> list[str]:
     """After a call and its results are gone, so is its memory; a call beside memory that is nearly full works."""
     streams, h0 = random_call(name, 1, 256, 2, 4, 64, 64)
@@ -322,8 +354,19 @@ HUGE: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
 LARGE: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
     **{
         f.__name__: (f, VARIANTS)
-        for f in (graph, poisoned, guarded, no_host_reads, many_states, flat_error, leaves_nothing, two_gate_dtypes)
+        for f in (
+            graph,
+            poisoned,
+            guarded,
+            no_host_reads,
+            many_states,
+            flat_error,
+            every_length,
+            leaves_nothing,
+            two_gate_dtypes,
+        )
     },
+    "long_pack": (long_pack, ("kda", "gdn", "dplr")),
     "thousand_batches": (thousand_batches, ("kda", "gdn", "dplr", "gdn2_clipped")),
 }
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+# Tests run side by side: a pool of threads in each makes all of them wait.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,6 @@ from oracles import ORACLES
 
 from dplrgen import ops
 
-HEAVY = (contract.every_tail, contract.hand_off)
-
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ORACLES)
@@ -20,16 +18,15 @@ def test_the_contract(name: str, check) -> None:
     assert check(name, contract.Place()) == []
 
 
-@pytest.mark.parametrize("name", ["kda", "gdn2_clipped"])
 @pytest.mark.parametrize(
     "check", [contract.strong_gates, contract.hard_keys, contract.layouts], ids=lambda f: f.__name__
 )
-def test_the_contract_in_16_bits(name: str, check) -> None:
+def test_the_contract_in_16_bits(check) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        assert check(name, contract.Place(dtype=dtype)) == []
+        assert check("kda", contract.Place(dtype=dtype)) == []
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.fixed_dictionaries({k: st.sampled_from(v) for k, v in contract.CHOICES.items()}), st.integers(0, 2**31))
 def test_any_call(choices: dict, seed: int) -> None:
     torch.set_num_threads(1)
