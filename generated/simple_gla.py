@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program 2fd3c480:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program b36c4047:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla", "simple_gla_step"]
 
-_NAME = "simple_gla_2fd3c480"
+_NAME = "simple_gla_b36c4047"
 
 
 #: What kernels are not compiled anew for.
@@ -1024,6 +1024,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+_TREES = ()
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [2, 2, 0],
@@ -1086,8 +1087,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
         "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
         "PRECISION": "ieee" if wide else "tf32",
-        # Where keys repeat, the inverse alternates in sign: its products need float32.
-        "SOLVE": "ieee" if wide or torch.version.hip else "tf32x3",
+        "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
         "FLOAT_PARTS": 3 * parts,
         "EXACT": wide,
@@ -1098,8 +1098,12 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
         least = 16 if wide else 64
         BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
-        if key in _WALK_K:  # half the keys at a time where shared memory is small (the products' least side is 16 there)
-            BK = min(block_k if limit >= 200 * 1024 else block_k // 2, BK)
+        if key in _WALK_K:
+            if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
+                BK = min(block_k // 2, BK)
+            elif K > block_k or key in _TREES or wide:
+                BK = min(block_k, BK)
+            # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
             tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
