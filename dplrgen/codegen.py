@@ -99,16 +99,16 @@ def _triton_matmul(n: Node, args: list[str]) -> str:
 
 
 def _ranges(n: Node) -> bool:
-    """Whether a value, or a product, is scaled by the state or by the decay from the chunk's start or to its end.
+    """Whether a value, or a product, is scaled by the state or by the decay from the chunk's start.
 
     Such numbers span more than float16 does, so they are stored and multiplied in a type that has the range.
     """
     if n.op == "exp":
-        return n.args[0].op == "run"
+        return n.args[0].op == "run" and n.args[0].attr("over") in ("to", "before")
     if n.op == "matmul":
         return any(_ranges(a) for a in n.args)
     if n.op in ("mul", "neg", "add"):
-        return n.axes in (("C", "K"), ("C", "V"), ("K", "V")) and any(_ranges(a) for a in n.args)
+        return n.axes in (("C", "K"), ("K", "V")) and any(_ranges(a) for a in n.args)
     return n.op == "input" and n.axes == ("K", "V")
 
 
@@ -324,7 +324,6 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
         "step": kernel.step,
         "serves": kernel.serves,
         "whole_k": kernel.whole_k,
-        "trees": any(n.op in TREE for n in kernel.nodes),
         "tiles": [sum(1 for m in loads if tuple(m["axes"]) == ("C", axis)) for axis in ("K", "V", "C")],
     }
 
@@ -388,7 +387,7 @@ def storage(n: Node, plan: Plan) -> str:
     if n.axes == ("C", "V") and readers and all(m.op in ("add", "neg") for m in readers):
         return "sum"
     if n.axes in (("C", "V"), ("C", "C"), ("K", "V")):
-        return "range" if _ranges(n) or n.axes == ("K", "V") else "dot"
+        return "range" if n.axes == ("K", "V") else "dot"
     if n.axes == ("C", "K") and readers and all(m.op == "matmul" for m in readers):
         return "range" if _ranges(n) else "dot"
     return "float32"
@@ -761,7 +760,6 @@ def _render(variant: Variant) -> str:
         "step": step_context(variant),
         "whole_k": tuple(k["key"] for k in launches if k["whole_k"]),
         "walk_k": tuple(k["key"] for k in launches if not k["whole_k"]),
-        "trees": tuple(k["key"] for k in launches if k["trees"]),
         "configs": _configs({k["name"] for k in launches}),
         "glossary": _glossary(made),
     }

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program 6a13141b:
+# the delta rule, no decay, program e1e370ed:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta", "delta_step"]
 
-_NAME = "delta_6a13141b"
+_NAME = "delta_e1e370ed"
 
 
 #: What kernels are not compiled anew for.
@@ -496,7 +496,7 @@ def _forward_scan(
         Vnew = x4 + (-x6)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x8 = Aqk @ Vnew
-        x8 = _dot(Aqk, Vnew, RANGE, PRECISION)
+        x8 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x9 = QL @ S
         x9 = _dot(QL, S, RANGE, PRECISION)
@@ -506,7 +506,7 @@ def _forward_scan(
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x10 = k^T @ Vnew
-        x10 = _dot(tl.trans(k), Vnew, RANGE, PRECISION)
+        x10 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
         # S_next = x10 + S
         S_next = x10 + S
         S = S_next
@@ -695,7 +695,7 @@ def _backward_scan(
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x29 = k^T @ Vnew
-        x29 = _dot(tl.trans(k), Vnew, RANGE, PRECISION)
+        x29 = _dot(tl.trans(k), Vnew, DOT, PRECISION)
         # S_next = x29 + S
         S_next = x29 + S
         S = S_next
@@ -793,7 +793,7 @@ def _backward_reverse(
         x30 = _dot(tl.trans(QL), do, DOT, PRECISION)
         x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x32 = x4^T @ dVnew
-        x32 = _dot(tl.trans(x4), dVnew, RANGE, PRECISION)
+        x32 = _dot(tl.trans(x4), dVnew, DOT, PRECISION)
         # dS_prev = (dS + x30) + -x32
         dS_prev = (dS + x30) + (-x32)
         dS = dS_prev
@@ -885,15 +885,15 @@ def _backward_finish(
         x += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot(do, tl.trans(Vnew), RANGE, PRECISION)
+        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # x9 = Vnew @ dS^T
         x9 += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x12 = E^T @ dVnew
-        x12 = _dot(tl.trans(E), dVnew, RANGE, PRECISION)
+        x12 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
         # x13 = x12 @ Vnew^T
-        x13 += _dot(x12, tl.trans(Vnew), RANGE, PRECISION)
+        x13 += _dot(x12, tl.trans(Vnew), DOT, PRECISION)
         # x18 = x12 @ S^T
         x18 += _dot(x12, tl.trans(S), RANGE, PRECISION)
         # dv = x12 * beta
@@ -1065,7 +1065,6 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
-_TREES = ()
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [3, 1, 1],
@@ -1142,7 +1141,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or key in _TREES or wide:
+            elif block_k < K or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
@@ -1358,7 +1357,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 15:
-            Vnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1385,7 +1384,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 31:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,

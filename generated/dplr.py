@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 319ad082:
+# gated diagonal plus low rank, the master form, program e55cda46:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr", "dplr_step"]
 
-_NAME = "dplr_319ad082"
+_NAME = "dplr_e55cda46"
 
 
 #: What kernels are not compiled anew for.
@@ -715,7 +715,7 @@ def _forward_scan(
         x9 = U + x8
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x10 = Aqa @ x9
-        x10 = _dot(Aqa, x9, RANGE, PRECISION)
+        x10 = _dot(Aqa, x9, DOT, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + -x10
         o = (x4 + x5) + (-x10)
@@ -724,10 +724,10 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x16 = KT^T @ v
-        x16 = _dot(tl.trans(KT), v, RANGE, PRECISION)
+        x16 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x18 = AT^T @ x9
-        x18 = _dot(tl.trans(AT), x9, RANGE, PRECISION)
+        x18 = _dot(tl.trans(AT), x9, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x16) + -x18
         S_next = ((S * Gc[:, None]) + x16) + (-x18)
@@ -957,10 +957,10 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x76 = KT^T @ v
-        x76 = _dot(tl.trans(KT), v, RANGE, PRECISION)
+        x76 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x78 = AT^T @ x5
-        x78 = _dot(tl.trans(AT), x5, RANGE, PRECISION)
+        x78 = _dot(tl.trans(AT), x5, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x76) + -x78
         S_next = ((S * Gc[:, None]) + x76) + (-x78)
@@ -1161,7 +1161,7 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = do @ x5^T
-        x6 += _dot(do, tl.trans(x5), RANGE, PRECISION)
+        x6 += _dot(do, tl.trans(x5), DOT, PRECISION)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
@@ -1173,13 +1173,13 @@ def _backward_finish(
         dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x32 = E^T @ x31
-        x32 = _dot(tl.trans(E), x31, RANGE, PRECISION)
+        x32 = _dot(tl.trans(E), x31, DOT, PRECISION)
         # dAbk = x32 @ v^T
-        dAbk += _dot(x32, tl.trans(v), RANGE, PRECISION)
+        dAbk += _dot(x32, tl.trans(v), DOT, PRECISION)
         # x35 = KT @ dS
         x35 = _dot(KT, dS, RANGE, PRECISION)
         # x36 = U2^T @ x31
-        x36 = _dot(tl.trans(U2), x31, RANGE, PRECISION)
+        x36 = _dot(tl.trans(U2), x31, DOT, PRECISION)
         # x38 = Aqk^T @ do
         x38 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x35 + x36) + x38
@@ -1189,7 +1189,7 @@ def _backward_finish(
         # x40 = x5 @ dS^T
         x40 += _dot(x5, tl.trans(dS), RANGE, PRECISION)
         # x45 = x32 @ x5^T
-        x45 += _dot(x32, tl.trans(x5), RANGE, PRECISION)
+        x45 += _dot(x32, tl.trans(x5), DOT, PRECISION)
         # dBL = x32 @ S^T
         dBL += _dot(x32, tl.trans(S), RANGE, PRECISION)
         # x72 = dS * S
@@ -1353,18 +1353,18 @@ def _backward_finish_1(
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
             left_3_16 = (operand_3_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(RANGE)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(RANGE)
-            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
-            x16_16 += decay_16 * _dot(cotangent_1_edge_16, right_1_16, RANGE, PRECISION)
-            x54_16 -= decay_16 * _dot(cotangent_3_edge_16, right_0_16, RANGE, PRECISION)
-            x54_16 += decay_16 * _dot(cotangent_2_edge_16, right_1_16, RANGE, PRECISION)
-            x34_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-            x34_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
-            x47_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-            x47_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
+            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x16_16 += decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+            x54_16 -= decay_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
+            x54_16 += decay_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
+            x34_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x34_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            x47_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x47_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1374,14 +1374,14 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
         left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
-        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
-        x16_16 += decay_left_16 * _dot(cotangent_1_16, right_1_16, RANGE, PRECISION)
-        x54_16 -= decay_left_16 * _dot(cotangent_3_16, right_0_16, RANGE, PRECISION)
-        x54_16 += decay_left_16 * _dot(cotangent_2_16, right_1_16, RANGE, PRECISION)
-        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
-        x47_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-        x47_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x16_16 += decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+        x54_16 -= decay_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
+        x54_16 += decay_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
+        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x47_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x47_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         x16 += tl.reshape(x16_16, [C, BK])
         x54 += tl.reshape(x54_16, [C, BK])
         x34 += tl.reshape(x34_16, [C, BK])
@@ -1393,18 +1393,18 @@ def _backward_finish_1(
             right_1 = (k * decay).to(DOT)
             left_2 = (x23 * decay).to(DOT)
             left_3 = (b * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, x6, 0.0).to(RANGE)
-            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
-            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(RANGE)
-            cotangent_3_edge = tl.where(edge, x45, 0.0).to(RANGE)
-            x16 -= decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
-            x16 += decay * _dot(cotangent_1_edge, right_1, RANGE, PRECISION)
-            x54 -= decay * _dot(cotangent_3_edge, right_0, RANGE, PRECISION)
-            x54 += decay * _dot(cotangent_2_edge, right_1, RANGE, PRECISION)
-            x34 += decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
-            x34 += decay * _dot(tl.trans(cotangent_2_edge), left_3, RANGE, PRECISION)
-            x47 += decay * _dot(tl.trans(cotangent_0_edge), left_2, RANGE, PRECISION)
-            x47 += decay * _dot(tl.trans(cotangent_3_edge), left_3, RANGE, PRECISION)
+            cotangent_0_edge = tl.where(edge, x6, 0.0).to(DOT)
+            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
+            cotangent_3_edge = tl.where(edge, x45, 0.0).to(DOT)
+            x16 -= decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x16 += decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+            x54 -= decay * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
+            x54 += decay * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
+            x34 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            x34 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
+            x47 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
+            x47 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1414,14 +1414,14 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(DOT)
             left_2 = (x23 * decay_left).to(DOT)
             left_3 = (b * decay_left).to(DOT)
-            x16 -= decay_left * _dot(x6, right_0, RANGE, PRECISION)
-            x16 += decay_left * _dot(dAqk, right_1, RANGE, PRECISION)
-            x54 -= decay_left * _dot(x45, right_0, RANGE, PRECISION)
-            x54 += decay_left * _dot(dAbk, right_1, RANGE, PRECISION)
-            x34 += decay_right * _dot(tl.trans(dAqk), left_2, RANGE, PRECISION)
-            x34 += decay_right * _dot(tl.trans(dAbk), left_3, RANGE, PRECISION)
-            x47 += decay_right * _dot(tl.trans(x6), left_2, RANGE, PRECISION)
-            x47 += decay_right * _dot(tl.trans(x45), left_3, RANGE, PRECISION)
+            x16 -= decay_left * _dot(x6, right_0, DOT, PRECISION)
+            x16 += decay_left * _dot(dAqk, right_1, DOT, PRECISION)
+            x54 -= decay_left * _dot(x45, right_0, DOT, PRECISION)
+            x54 += decay_left * _dot(dAbk, right_1, DOT, PRECISION)
+            x34 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
+            x34 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
+            x47 += decay_right * _dot(tl.trans(x6), left_2, DOT, PRECISION)
+            x47 += decay_right * _dot(tl.trans(x45), left_3, DOT, PRECISION)
         x18 = _load_rows(x18_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * a) + (x9 * k)) + x16) + x18) * scale
         dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + x16) + x18) * scale
@@ -1501,7 +1501,6 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
-_TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1578,7 +1577,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or key in _TREES or wide:
+            elif block_k < K or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
@@ -1676,8 +1675,8 @@ def _forward_triton(
     U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
@@ -1810,9 +1809,9 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x30 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
@@ -1848,7 +1847,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x5 = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1878,7 +1877,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x31 = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            x31 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1908,13 +1907,13 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x6 = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x18 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAbk = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x41 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x45 = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            x45 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x74 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(

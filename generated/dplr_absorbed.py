@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program d2f88971:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 2ce8e454:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_d2f88971"
+_NAME = "dplr_absorbed_2ce8e454"
 
 
 #: What kernels are not compiled anew for.
@@ -721,7 +721,7 @@ def _forward_scan(
         x11 = U + x10
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x12 = Aqa @ x11
-        x12 = _dot(Aqa, x11, RANGE, PRECISION)
+        x12 = _dot(Aqa, x11, DOT, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + -x12
         o = (x4 + x5) + (-x12)
@@ -730,10 +730,10 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x18 = KT^T @ v
-        x18 = _dot(tl.trans(KT), v, RANGE, PRECISION)
+        x18 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x20 = AT^T @ x11
-        x20 = _dot(tl.trans(AT), x11, RANGE, PRECISION)
+        x20 = _dot(tl.trans(AT), x11, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x18) + -x20
         S_next = ((S * Gc[:, None]) + x18) + (-x20)
@@ -963,10 +963,10 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x80 = KT^T @ v
-        x80 = _dot(tl.trans(KT), v, RANGE, PRECISION)
+        x80 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x82 = AT^T @ x5
-        x82 = _dot(tl.trans(AT), x5, RANGE, PRECISION)
+        x82 = _dot(tl.trans(AT), x5, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x80) + -x82
         S_next = ((S * Gc[:, None]) + x80) + (-x82)
@@ -1167,7 +1167,7 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = do @ x5^T
-        x6 += _dot(do, tl.trans(x5), RANGE, PRECISION)
+        x6 += _dot(do, tl.trans(x5), DOT, PRECISION)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
@@ -1179,13 +1179,13 @@ def _backward_finish(
         dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
         x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x34 = E^T @ x33
-        x34 = _dot(tl.trans(E), x33, RANGE, PRECISION)
+        x34 = _dot(tl.trans(E), x33, DOT, PRECISION)
         # dAbk = x34 @ v^T
-        dAbk += _dot(x34, tl.trans(v), RANGE, PRECISION)
+        dAbk += _dot(x34, tl.trans(v), DOT, PRECISION)
         # x37 = KT @ dS
         x37 = _dot(KT, dS, RANGE, PRECISION)
         # x38 = U2^T @ x33
-        x38 = _dot(tl.trans(U2), x33, RANGE, PRECISION)
+        x38 = _dot(tl.trans(U2), x33, DOT, PRECISION)
         # x40 = Aqk^T @ do
         x40 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x37 + x38) + x40
@@ -1195,7 +1195,7 @@ def _backward_finish(
         # x42 = x5 @ dS^T
         x42 += _dot(x5, tl.trans(dS), RANGE, PRECISION)
         # x47 = x34 @ x5^T
-        x47 += _dot(x34, tl.trans(x5), RANGE, PRECISION)
+        x47 += _dot(x34, tl.trans(x5), DOT, PRECISION)
         # dBL = x34 @ S^T
         dBL += _dot(x34, tl.trans(S), RANGE, PRECISION)
         # x65 = dS * S
@@ -1360,18 +1360,18 @@ def _backward_finish_1(
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
             left_3_16 = (operand_3_16 * decay_before_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(RANGE)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(RANGE)
-            x15_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
-            x15_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, RANGE, PRECISION)
-            x56_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, RANGE, PRECISION)
-            x56_16 += decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, RANGE, PRECISION)
-            x36_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-            x36_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
-            x49_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-            x49_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
+            x15_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x15_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+            x56_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
+            x56_16 += decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
+            x36_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x36_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            x49_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x49_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1383,14 +1383,14 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
         left_3_16 = (operand_3_16 * decay_before_left_16).to(DOT)
-        x15_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
-        x15_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, RANGE, PRECISION)
-        x56_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, RANGE, PRECISION)
-        x56_16 += decay_before_left_16 * _dot(cotangent_2_16, right_1_16, RANGE, PRECISION)
-        x36_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-        x36_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
-        x49_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-        x49_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+        x15_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x15_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+        x56_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
+        x56_16 += decay_before_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
+        x36_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x36_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x49_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x49_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         x15 += tl.reshape(x15_16, [C, BK])
         x56 += tl.reshape(x56_16, [C, BK])
         x36 += tl.reshape(x36_16, [C, BK])
@@ -1403,18 +1403,18 @@ def _backward_finish_1(
             right_1 = (k * decay).to(DOT)
             left_2 = (x25 * decay).to(DOT)
             left_3 = (d * decay_before).to(DOT)
-            cotangent_0_edge = tl.where(edge, x6, 0.0).to(RANGE)
-            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
-            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(RANGE)
-            cotangent_3_edge = tl.where(edge, x47, 0.0).to(RANGE)
-            x15 += decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
-            x15 -= decay * _dot(cotangent_1_edge, right_1, RANGE, PRECISION)
-            x56 -= decay_before * _dot(cotangent_3_edge, right_0, RANGE, PRECISION)
-            x56 += decay_before * _dot(cotangent_2_edge, right_1, RANGE, PRECISION)
-            x36 += decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
-            x36 += decay * _dot(tl.trans(cotangent_2_edge), left_3, RANGE, PRECISION)
-            x49 += decay * _dot(tl.trans(cotangent_0_edge), left_2, RANGE, PRECISION)
-            x49 += decay * _dot(tl.trans(cotangent_3_edge), left_3, RANGE, PRECISION)
+            cotangent_0_edge = tl.where(edge, x6, 0.0).to(DOT)
+            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
+            cotangent_3_edge = tl.where(edge, x47, 0.0).to(DOT)
+            x15 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x15 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+            x56 -= decay_before * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
+            x56 += decay_before * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
+            x36 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            x36 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
+            x49 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
+            x49 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1426,14 +1426,14 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(DOT)
             left_2 = (x25 * decay_left).to(DOT)
             left_3 = (d * decay_before_left).to(DOT)
-            x15 += decay_left * _dot(x6, right_0, RANGE, PRECISION)
-            x15 -= decay_left * _dot(dAqk, right_1, RANGE, PRECISION)
-            x56 -= decay_before_left * _dot(x47, right_0, RANGE, PRECISION)
-            x56 += decay_before_left * _dot(dAbk, right_1, RANGE, PRECISION)
-            x36 += decay_right * _dot(tl.trans(dAqk), left_2, RANGE, PRECISION)
-            x36 += decay_right * _dot(tl.trans(dAbk), left_3, RANGE, PRECISION)
-            x49 += decay_right * _dot(tl.trans(x6), left_2, RANGE, PRECISION)
-            x49 += decay_right * _dot(tl.trans(x47), left_3, RANGE, PRECISION)
+            x15 += decay_left * _dot(x6, right_0, DOT, PRECISION)
+            x15 -= decay_left * _dot(dAqk, right_1, DOT, PRECISION)
+            x56 -= decay_before_left * _dot(x47, right_0, DOT, PRECISION)
+            x56 += decay_before_left * _dot(dAbk, right_1, DOT, PRECISION)
+            x36 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
+            x36 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
+            x49 += decay_right * _dot(tl.trans(x6), left_2, DOT, PRECISION)
+            x49 += decay_right * _dot(tl.trans(x47), left_3, DOT, PRECISION)
         x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * a) + (x9 * k)) + -x15) + x20) * scale
         dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + (-x15)) + x20) * scale
@@ -1515,7 +1515,6 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
-_TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1592,7 +1591,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or key in _TREES or wide:
+            elif block_k < K or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
@@ -1690,8 +1689,8 @@ def _forward_triton(
     U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
@@ -1824,9 +1823,9 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x32 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
@@ -1862,7 +1861,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x5 = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1892,7 +1891,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x33 = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            x33 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1922,13 +1921,13 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x6 = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAbk = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x47 = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            x47 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x51 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x67 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 4bcc9b9b:
+# Gated DeltaNet, program cabe842d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn", "gdn_step"]
 
-_NAME = "gdn_4bcc9b9b"
+_NAME = "gdn_cabe842d"
 
 
 #: What kernels are not compiled anew for.
@@ -523,7 +523,7 @@ def _forward_scan(
         Vnew = x8 + (-x13)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x15 = Aqk @ Vnew
-        x15 = _dot(Aqk, Vnew, RANGE, PRECISION)
+        x15 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x16 = QL @ S
         x16 = _dot(QL, S, RANGE, PRECISION)
@@ -533,7 +533,7 @@ def _forward_scan(
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x19 = KT^T @ Vnew
-        x19 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
+        x19 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x19 + (S * Gc)
         S_next = x19 + (S * Gc)
@@ -744,7 +744,7 @@ def _backward_scan(
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x70 = KT^T @ Vnew
-        x70 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
+        x70 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x70 + (S * Gc)
         S_next = x70 + (S * Gc)
@@ -940,17 +940,17 @@ def _backward_finish(
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot(do, tl.trans(Vnew), RANGE, PRECISION)
+        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = Vnew @ dS^T
         dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x22 = E^T @ dVnew
-        x22 = _dot(tl.trans(E), dVnew, RANGE, PRECISION)
+        x22 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
         # x23 = x22 @ S^T
         x23 += _dot(x22, tl.trans(S), RANGE, PRECISION)
         # x26 = x22 @ Vnew^T
-        x26 += _dot(x22, tl.trans(Vnew), RANGE, PRECISION)
+        x26 += _dot(x22, tl.trans(Vnew), DOT, PRECISION)
         # dv = x22 * beta
         dv = x22 * beta[:, None]
         if NEED & 4:
@@ -1174,7 +1174,6 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
-_TREES = ()
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [3, 1, 1],
@@ -1251,7 +1250,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or key in _TREES or wide:
+            elif block_k < K or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
@@ -1348,7 +1347,7 @@ def _forward_triton(
     x8 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     x12 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
     with _on(q):
         _launch(
@@ -1447,7 +1446,7 @@ def _backward_triton(
         if needs & 63:
             x6 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             x8 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x21 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1481,7 +1480,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 31:
-            Vnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1509,7 +1508,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 63:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1540,7 +1539,7 @@ def _backward_triton(
             )
         if needs & 31:
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x23 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x27 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program a550680c:
+# Gated DeltaNet 2: erase and write gates a channel, program ed0f0ce0:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2", "gdn2_step"]
 
-_NAME = "gdn2_a550680c"
+_NAME = "gdn2_ed0f0ce0"
 
 
 #: What kernels are not compiled anew for.
@@ -650,7 +650,7 @@ def _forward_scan(
         Vnew = U + (-x6)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x8 = Aqk @ Vnew
-        x8 = _dot(Aqk, Vnew, RANGE, PRECISION)
+        x8 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x9 = QL @ S
         x9 = _dot(QL, S, RANGE, PRECISION)
@@ -660,7 +660,7 @@ def _forward_scan(
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x12 = KT^T @ Vnew
-        x12 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
+        x12 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x12 + (S * Gc)
         S_next = x12 + (S * Gc[:, None])
@@ -872,7 +872,7 @@ def _backward_scan(
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x51 = KT^T @ Vnew
-        x51 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
+        x51 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x51 + (S * Gc)
         S_next = x51 + (S * Gc[:, None])
@@ -1067,17 +1067,17 @@ def _backward_finish(
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot(do, tl.trans(Vnew), RANGE, PRECISION)
+        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = Vnew @ dS^T
         dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x18 = E^T @ dVnew
-        x18 = _dot(tl.trans(E), dVnew, RANGE, PRECISION)
+        x18 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
         # x19 = x18 @ S^T
         x19 += _dot(x18, tl.trans(S), RANGE, PRECISION)
         # x22 = x18 @ Vnew^T
-        x22 += _dot(x18, tl.trans(Vnew), RANGE, PRECISION)
+        x22 += _dot(x18, tl.trans(Vnew), DOT, PRECISION)
         w = _load_rows(w_ptr + (batch * w_stride_b + start * w_stride_t + head_v * w_stride_h) * UNIT_V, row, col_v, w_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dv = x18 * w
         dv = x18 * w
@@ -1221,12 +1221,12 @@ def _backward_finish_1(
             right_0_16 = (operand_0_16 * decay_16).to(DOT)
             left_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
-            x8_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
-            x23_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, RANGE, PRECISION)
-            x34_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, RANGE, PRECISION)
-            x34_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
+            x8_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x23_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, DOT, PRECISION)
+            x34_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
+            x34_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1235,10 +1235,10 @@ def _backward_finish_1(
         right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
         left_1_16 = (operand_1_16 * decay_left_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-        x8_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
-        x23_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, RANGE, PRECISION)
-        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, RANGE, PRECISION)
-        x34_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+        x8_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x23_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, DOT, PRECISION)
+        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
+        x34_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
         x8 += tl.reshape(x8_16, [C, BK])
         x23 += tl.reshape(x23_16, [C, BK])
         x34 += tl.reshape(x34_16, [C, BK])
@@ -1248,12 +1248,12 @@ def _backward_finish_1(
             right_0 = (k * decay).to(DOT)
             left_1 = (x28 * decay).to(DOT)
             left_2 = (x5 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
-            cotangent_1_edge = tl.where(edge, x22, 0.0).to(RANGE)
-            x8 += decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
-            x23 += decay * _dot(cotangent_1_edge, right_0, RANGE, PRECISION)
-            x34 += decay * _dot(tl.trans(cotangent_0_edge), left_1, RANGE, PRECISION)
-            x34 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_1_edge = tl.where(edge, x22, 0.0).to(DOT)
+            x8 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x23 += decay * _dot(cotangent_1_edge, right_0, DOT, PRECISION)
+            x34 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
+            x34 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1262,10 +1262,10 @@ def _backward_finish_1(
             right_0 = (k * decay_right).to(DOT)
             left_1 = (x28 * decay_left).to(DOT)
             left_2 = (x5 * decay_left).to(DOT)
-            x8 += decay_left * _dot(dAqk, right_0, RANGE, PRECISION)
-            x23 += decay_left * _dot(x22, right_0, RANGE, PRECISION)
-            x34 += decay_right * _dot(tl.trans(dAqk), left_1, RANGE, PRECISION)
-            x34 -= decay_right * _dot(tl.trans(x22), left_2, RANGE, PRECISION)
+            x8 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
+            x23 += decay_left * _dot(x22, right_0, DOT, PRECISION)
+            x34 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
+            x34 -= decay_right * _dot(tl.trans(x22), left_2, DOT, PRECISION)
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x3 + (x8 + (x9 * k))) * scale
         dq = (x3 + (x8 + (x9[:, None] * k))) * scale
@@ -1342,7 +1342,6 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
-_TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [3, 1, 1],
@@ -1419,7 +1418,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or key in _TREES or wide:
+            elif block_k < K or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
@@ -1515,7 +1514,7 @@ def _forward_triton(
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1636,7 +1635,7 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x17 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1671,7 +1670,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            Vnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1699,7 +1698,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1730,10 +1729,10 @@ def _backward_triton(
             )
         if needs & 63:
             x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x22 = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            x22 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x47 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 573229e1:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 5e573c9c:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped", "gdn2_clipped_step"]
 
-_NAME = "gdn2_clipped_573229e1"
+_NAME = "gdn2_clipped_5e573c9c"
 
 
 #: What kernels are not compiled anew for.
@@ -842,7 +842,7 @@ def _forward_scan(
         x39 = U + x38
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x40 = Aqa @ x39
-        x40 = _dot(Aqa, x39, RANGE, PRECISION)
+        x40 = _dot(Aqa, x39, DOT, PRECISION)
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x29 + x31) + -x40
         o = (x29 + x31) + (-x40)
@@ -851,10 +851,10 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x46 = KT^T @ x30
-        x46 = _dot(tl.trans(KT), x30, RANGE, PRECISION)
+        x46 = _dot(tl.trans(KT), x30, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x48 = AT^T @ x39
-        x48 = _dot(tl.trans(AT), x39, RANGE, PRECISION)
+        x48 = _dot(tl.trans(AT), x39, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x46) + -x48
         S_next = ((S * Gc[:, None]) + x46) + (-x48)
@@ -1140,10 +1140,10 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x165 = KT^T @ x
-        x165 = _dot(tl.trans(KT), x, RANGE, PRECISION)
+        x165 = _dot(tl.trans(KT), x, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x167 = AT^T @ x34
-        x167 = _dot(tl.trans(AT), x34, RANGE, PRECISION)
+        x167 = _dot(tl.trans(AT), x34, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x165) + -x167
         S_next = ((S * Gc[:, None]) + x165) + (-x167)
@@ -1361,7 +1361,7 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x35 = do @ x34^T
-        x35 += _dot(do, tl.trans(x34), RANGE, PRECISION)
+        x35 += _dot(do, tl.trans(x34), DOT, PRECISION)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x = eta * v
         x = eta[:, None] * v
@@ -1375,11 +1375,11 @@ def _backward_finish(
         dKT += _dot(x, tl.trans(dS), RANGE, PRECISION)
         x59 = _load_rows(x59_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x60 = E^T @ x59
-        x60 = _dot(tl.trans(E), x59, RANGE, PRECISION)
+        x60 = _dot(tl.trans(E), x59, DOT, PRECISION)
         # dAbk = x60 @ x^T
-        dAbk += _dot(x60, tl.trans(x), RANGE, PRECISION)
+        dAbk += _dot(x60, tl.trans(x), DOT, PRECISION)
         # x65 = x60 @ x34^T
-        x65 += _dot(x60, tl.trans(x34), RANGE, PRECISION)
+        x65 += _dot(x60, tl.trans(x34), DOT, PRECISION)
         # dBL = x60 @ S^T
         dBL += _dot(x60, tl.trans(S), RANGE, PRECISION)
         # x85 = x34 @ dS^T
@@ -1391,7 +1391,7 @@ def _backward_finish(
         # x154 = KT @ dS
         x154 = _dot(KT, dS, RANGE, PRECISION)
         # x156 = x155^T @ x59
-        x156 = _dot(tl.trans(x155), x59, RANGE, PRECISION)
+        x156 = _dot(tl.trans(x155), x59, DOT, PRECISION)
         # x158 = Aqk^T @ do
         x158 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # x159 = (x154 + x156) + x158
@@ -1649,18 +1649,18 @@ def _backward_finish_1(
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
             left_3_16 = (operand_3_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(RANGE)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(RANGE)
-            x44_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
-            x44_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, RANGE, PRECISION)
-            x68_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, RANGE, PRECISION)
-            x68_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, RANGE, PRECISION)
-            x62_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-            x62_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
-            x77_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-            x77_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
+            x44_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x44_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+            x68_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, DOT, PRECISION)
+            x68_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, DOT, PRECISION)
+            x62_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x62_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            x77_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x77_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1670,14 +1670,14 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
         left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
-        x44_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
-        x44_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, RANGE, PRECISION)
-        x68_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, RANGE, PRECISION)
-        x68_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, RANGE, PRECISION)
-        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
-        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+        x44_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x44_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+        x68_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, DOT, PRECISION)
+        x68_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, DOT, PRECISION)
+        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         x44 += tl.reshape(x44_16, [C, BK])
         x68 += tl.reshape(x68_16, [C, BK])
         x62 += tl.reshape(x62_16, [C, BK])
@@ -1689,18 +1689,18 @@ def _backward_finish_1(
             right_1 = (j * decay).to(DOT)
             left_2 = (x51 * decay).to(DOT)
             left_3 = (x4 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
-            cotangent_1_edge = tl.where(edge, x35, 0.0).to(RANGE)
-            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(RANGE)
-            cotangent_3_edge = tl.where(edge, x65, 0.0).to(RANGE)
-            x44 += decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
-            x44 -= decay * _dot(cotangent_1_edge, right_1, RANGE, PRECISION)
-            x68 += decay * _dot(cotangent_2_edge, right_0, RANGE, PRECISION)
-            x68 -= decay * _dot(cotangent_3_edge, right_1, RANGE, PRECISION)
-            x62 += decay * _dot(tl.trans(cotangent_0_edge), left_2, RANGE, PRECISION)
-            x62 += decay * _dot(tl.trans(cotangent_2_edge), left_3, RANGE, PRECISION)
-            x77 += decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
-            x77 += decay * _dot(tl.trans(cotangent_3_edge), left_3, RANGE, PRECISION)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_1_edge = tl.where(edge, x35, 0.0).to(DOT)
+            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
+            cotangent_3_edge = tl.where(edge, x65, 0.0).to(DOT)
+            x44 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x44 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+            x68 += decay * _dot(cotangent_2_edge, right_0, DOT, PRECISION)
+            x68 -= decay * _dot(cotangent_3_edge, right_1, DOT, PRECISION)
+            x62 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
+            x62 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
+            x77 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            x77 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x28, FLOAT_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1710,14 +1710,14 @@ def _backward_finish_1(
             right_1 = (j * decay_right).to(DOT)
             left_2 = (x51 * decay_left).to(DOT)
             left_3 = (x4 * decay_left).to(DOT)
-            x44 += decay_left * _dot(dAqk, right_0, RANGE, PRECISION)
-            x44 -= decay_left * _dot(x35, right_1, RANGE, PRECISION)
-            x68 += decay_left * _dot(dAbk, right_0, RANGE, PRECISION)
-            x68 -= decay_left * _dot(x65, right_1, RANGE, PRECISION)
-            x62 += decay_right * _dot(tl.trans(dAqk), left_2, RANGE, PRECISION)
-            x62 += decay_right * _dot(tl.trans(dAbk), left_3, RANGE, PRECISION)
-            x77 += decay_right * _dot(tl.trans(x35), left_2, RANGE, PRECISION)
-            x77 += decay_right * _dot(tl.trans(x65), left_3, RANGE, PRECISION)
+            x44 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
+            x44 -= decay_left * _dot(x35, right_1, DOT, PRECISION)
+            x68 += decay_left * _dot(dAbk, right_0, DOT, PRECISION)
+            x68 -= decay_left * _dot(x65, right_1, DOT, PRECISION)
+            x62 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
+            x62 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
+            x77 += decay_right * _dot(tl.trans(x35), left_2, DOT, PRECISION)
+            x77 += decay_right * _dot(tl.trans(x65), left_3, DOT, PRECISION)
         _store_rows(x68_out + tile * C * K, x68, row, col_k, K, C, K, K % BK == 0)
         x46 = _load_rows(x46_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x36 * j) + (x38 * k)) + x44) + x46) * scale
@@ -1999,7 +1999,6 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1', 'backward.finish_2')
-_TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -2076,7 +2075,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or key in _TREES or wide:
+            elif block_k < K or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
@@ -2175,8 +2174,8 @@ def _forward_triton(
     U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     x37 = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x31 = q.new_empty((B, NT, HV, C, V), dtype=summed)
@@ -2312,10 +2311,10 @@ def _backward_triton(
             x = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             x32 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x58 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
                 _backward_prepare,
@@ -2351,7 +2350,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x34 = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -2381,7 +2380,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x59 = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            x59 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -2411,12 +2410,12 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x35 = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            x35 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x46 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x50 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAbk = q.new_empty((B, NT, HV, C, C), dtype=wide)
-            x65 = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x65 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x69 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x86 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x94 = q.new_empty((B, NT, HV, K), dtype=torch.float32)

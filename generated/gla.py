@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 965b3ecc:
+# gated linear attention, one decay a channel, program 6b9e2682:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_965b3ecc"
+_NAME = "gla_6b9e2682"
 
 
 #: What kernels are not compiled anew for.
@@ -523,7 +523,7 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x10 = KT^T @ v
-        x10 = _dot(tl.trans(KT), v, RANGE, PRECISION)
+        x10 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = (S * Gc) + x10
         S_next = (S * Gc[:, None]) + x10
@@ -689,7 +689,7 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x31 = KT^T @ v
-        x31 = _dot(tl.trans(KT), v, RANGE, PRECISION)
+        x31 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = (S * Gc) + x31
         S_next = (S * Gc[:, None]) + x31
@@ -982,9 +982,9 @@ def _backward_finish_1(
             edge_16 = _edge(lane, level)[None, :, :]
             right_0_16 = (operand_0_16 * decay_16).to(DOT)
             left_1_16 = (operand_1_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
-            x_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
-            x13_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, RANGE, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            x_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x13_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -992,8 +992,8 @@ def _backward_finish_1(
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
         right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
         left_1_16 = (operand_1_16 * decay_left_16).to(DOT)
-        x_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
-        x13_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, RANGE, PRECISION)
+        x_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x13_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
         x += tl.reshape(x_16, [C, BK])
         x13 += tl.reshape(x13_16, [C, BK])
         for level in range(4, LEVELS - 1):
@@ -1001,9 +1001,9 @@ def _backward_finish_1(
             edge = _edge(row, level)
             right_0 = (k * decay).to(DOT)
             left_1 = (x12 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
-            x += decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
-            x13 += decay * _dot(tl.trans(cotangent_0_edge), left_1, RANGE, PRECISION)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+            x += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x13 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1011,8 +1011,8 @@ def _backward_finish_1(
             decay_right = tl.where(second, 0.0, decay)
             right_0 = (k * decay_right).to(DOT)
             left_1 = (x12 * decay_left).to(DOT)
-            x += decay_left * _dot(dAqk, right_0, RANGE, PRECISION)
-            x13 += decay_right * _dot(tl.trans(dAqk), left_1, RANGE, PRECISION)
+            x += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
+            x13 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
         x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((x + (x2 * k)) + x7) * scale
         dq = ((x + (x2[:, None] * k)) + x7) * scale
@@ -1079,7 +1079,6 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
-_TREES = ('forward.prepare', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [2, 2, 0],
@@ -1156,7 +1155,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or key in _TREES or wide:
+            elif block_k < K or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
@@ -1251,7 +1250,7 @@ def _forward_triton(
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1340,7 +1339,7 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0, packed)
     with _on(q):
         if needs & 31:
-            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program 79dd4a66:
+# Kimi Delta Attention, program e038eb88:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda", "kda_step"]
 
-_NAME = "kda_79dd4a66"
+_NAME = "kda_e038eb88"
 
 
 #: What kernels are not compiled anew for.
@@ -637,7 +637,7 @@ def _forward_scan(
         Vnew = x4 + (-x9)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x11 = Aqk @ Vnew
-        x11 = _dot(Aqk, Vnew, RANGE, PRECISION)
+        x11 = _dot(Aqk, Vnew, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x12 = QL @ S
         x12 = _dot(QL, S, RANGE, PRECISION)
@@ -647,7 +647,7 @@ def _forward_scan(
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x15 = KT^T @ Vnew
-        x15 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
+        x15 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x15 + (S * Gc)
         S_next = x15 + (S * Gc[:, None])
@@ -856,7 +856,7 @@ def _backward_scan(
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x58 = KT^T @ Vnew
-        x58 = _dot(tl.trans(KT), Vnew, RANGE, PRECISION)
+        x58 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x58 + (S * Gc)
         S_next = x58 + (S * Gc[:, None])
@@ -1053,17 +1053,17 @@ def _backward_finish(
         dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot(do, tl.trans(Vnew), RANGE, PRECISION)
+        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = Vnew @ dS^T
         dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x20 = E^T @ dVnew
-        x20 = _dot(tl.trans(E), dVnew, RANGE, PRECISION)
+        x20 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
         # x21 = x20 @ S^T
         x21 += _dot(x20, tl.trans(S), RANGE, PRECISION)
         # x24 = x20 @ Vnew^T
-        x24 += _dot(x20, tl.trans(Vnew), RANGE, PRECISION)
+        x24 += _dot(x20, tl.trans(Vnew), DOT, PRECISION)
         # dv = x20 * beta
         dv = x20 * beta[:, None]
         if NEED & 4:
@@ -1209,12 +1209,12 @@ def _backward_finish_1(
             right_0_16 = (operand_0_16 * decay_16).to(DOT)
             left_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
-            x10_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
-            x25_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, RANGE, PRECISION)
-            x37_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, RANGE, PRECISION)
-            x37_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
+            x10_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x25_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, DOT, PRECISION)
+            x37_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
+            x37_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1223,10 +1223,10 @@ def _backward_finish_1(
         right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
         left_1_16 = (operand_1_16 * decay_left_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-        x10_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
-        x25_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, RANGE, PRECISION)
-        x37_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, RANGE, PRECISION)
-        x37_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
+        x10_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x25_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, DOT, PRECISION)
+        x37_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
+        x37_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
         x10 += tl.reshape(x10_16, [C, BK])
         x25 += tl.reshape(x25_16, [C, BK])
         x37 += tl.reshape(x37_16, [C, BK])
@@ -1236,12 +1236,12 @@ def _backward_finish_1(
             right_0 = (k * decay).to(DOT)
             left_1 = (x30 * decay).to(DOT)
             left_2 = (x34 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
-            cotangent_1_edge = tl.where(edge, x24, 0.0).to(RANGE)
-            x10 += decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
-            x25 += decay * _dot(cotangent_1_edge, right_0, RANGE, PRECISION)
-            x37 += decay * _dot(tl.trans(cotangent_0_edge), left_1, RANGE, PRECISION)
-            x37 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
+            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_1_edge = tl.where(edge, x24, 0.0).to(DOT)
+            x10 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x25 += decay * _dot(cotangent_1_edge, right_0, DOT, PRECISION)
+            x37 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
+            x37 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1250,10 +1250,10 @@ def _backward_finish_1(
             right_0 = (k * decay_right).to(DOT)
             left_1 = (x30 * decay_left).to(DOT)
             left_2 = (x34 * decay_left).to(DOT)
-            x10 += decay_left * _dot(dAqk, right_0, RANGE, PRECISION)
-            x25 += decay_left * _dot(x24, right_0, RANGE, PRECISION)
-            x37 += decay_right * _dot(tl.trans(dAqk), left_1, RANGE, PRECISION)
-            x37 -= decay_right * _dot(tl.trans(x24), left_2, RANGE, PRECISION)
+            x10 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
+            x25 += decay_left * _dot(x24, right_0, DOT, PRECISION)
+            x37 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
+            x37 -= decay_right * _dot(tl.trans(x24), left_2, DOT, PRECISION)
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x3 + (x10 + (x11 * k))) * scale
         dq = (x3 + (x10 + (x11[:, None] * k))) * scale
@@ -1333,7 +1333,6 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
-_TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [3, 1, 1],
@@ -1410,7 +1409,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or key in _TREES or wide:
+            elif block_k < K or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
@@ -1505,7 +1504,7 @@ def _forward_triton(
     E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x4 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     x8 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1623,7 +1622,7 @@ def _backward_triton(
         if needs & 63:
             x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x19 = q.new_empty((B, NT, HV, C, V), dtype=summed)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
@@ -1657,7 +1656,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 31:
-            Vnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1685,7 +1684,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 63:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1716,10 +1715,10 @@ def _backward_triton(
             )
         if needs & 31:
             x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x24 = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            x24 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x50 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             x55 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 6a25a6db:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program d0be1b33:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
-_NAME = "rwkv7_6a25a6db"
+_NAME = "rwkv7_d0be1b33"
 
 
 #: What kernels are not compiled anew for.
@@ -719,7 +719,7 @@ def _forward_scan(
         x13 = U + x12
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x14 = Aqa @ x13
-        x14 = _dot(Aqa, x13, RANGE, PRECISION)
+        x14 = _dot(Aqa, x13, DOT, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + x14
         o = (x4 + x5) + x14
@@ -728,10 +728,10 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x19 = KT^T @ v
-        x19 = _dot(tl.trans(KT), v, RANGE, PRECISION)
+        x19 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x21 = AT^T @ x13
-        x21 = _dot(tl.trans(AT), x13, RANGE, PRECISION)
+        x21 = _dot(tl.trans(AT), x13, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x19) + x21
         S_next = ((S * Gc[:, None]) + x19) + x21
@@ -961,10 +961,10 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x88 = KT^T @ v
-        x88 = _dot(tl.trans(KT), v, RANGE, PRECISION)
+        x88 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x90 = AT^T @ x6
-        x90 = _dot(tl.trans(AT), x6, RANGE, PRECISION)
+        x90 = _dot(tl.trans(AT), x6, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x88) + x90
         S_next = ((S * Gc[:, None]) + x88) + x90
@@ -1165,7 +1165,7 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ x6^T
-        dAqa += _dot(do, tl.trans(x6), RANGE, PRECISION)
+        dAqa += _dot(do, tl.trans(x6), DOT, PRECISION)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
@@ -1177,13 +1177,13 @@ def _backward_finish(
         dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
         x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x35 = E^T @ x34
-        x35 = _dot(tl.trans(E), x34, RANGE, PRECISION)
+        x35 = _dot(tl.trans(E), x34, DOT, PRECISION)
         # x36 = x35 @ v^T
-        x36 += _dot(x35, tl.trans(v), RANGE, PRECISION)
+        x36 += _dot(x35, tl.trans(v), DOT, PRECISION)
         # x40 = KT @ dS
         x40 = _dot(KT, dS, RANGE, PRECISION)
         # x41 = U2^T @ x34
-        x41 = _dot(tl.trans(U2), x34, RANGE, PRECISION)
+        x41 = _dot(tl.trans(U2), x34, DOT, PRECISION)
         # x44 = Aqk^T @ do
         x44 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x40 + -x41) + x44
@@ -1191,7 +1191,7 @@ def _backward_finish(
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
         # x45 = x35 @ x6^T
-        x45 += _dot(x35, tl.trans(x6), RANGE, PRECISION)
+        x45 += _dot(x35, tl.trans(x6), DOT, PRECISION)
         # x51 = x35 @ S^T
         x51 += _dot(x35, tl.trans(S), RANGE, PRECISION)
         # x55 = x6 @ dS^T
@@ -1358,18 +1358,18 @@ def _backward_finish_1(
             right_1_16 = (operand_1_16 * decay_16).to(DOT)
             left_2_16 = (operand_2_16 * decay_16).to(DOT)
             left_3_16 = (operand_3_16 * decay_before_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(RANGE)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(RANGE)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(RANGE)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(RANGE)
-            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, RANGE, PRECISION)
-            x16_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, RANGE, PRECISION)
-            x50_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, RANGE, PRECISION)
-            x50_16 -= decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, RANGE, PRECISION)
-            x39_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-            x39_16 -= decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
-            x61_16 -= decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-            x61_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
+            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
+            x16_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
+            x50_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
+            x50_16 -= decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
+            x39_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x39_16 -= decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            x61_16 -= decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            x61_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1381,14 +1381,14 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
         left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
         left_3_16 = (operand_3_16 * decay_before_left_16).to(DOT)
-        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, RANGE, PRECISION)
-        x16_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, RANGE, PRECISION)
-        x50_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, RANGE, PRECISION)
-        x50_16 -= decay_before_left_16 * _dot(cotangent_2_16, right_1_16, RANGE, PRECISION)
-        x39_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-        x39_16 -= decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
-        x61_16 -= decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, RANGE, PRECISION)
-        x61_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, RANGE, PRECISION)
+        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
+        x16_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
+        x50_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
+        x50_16 -= decay_before_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
+        x39_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x39_16 -= decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        x61_16 -= decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        x61_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
         x16 += tl.reshape(x16_16, [C, BK])
         x50 += tl.reshape(x50_16, [C, BK])
         x39 += tl.reshape(x39_16, [C, BK])
@@ -1401,18 +1401,18 @@ def _backward_finish_1(
             right_1 = (k * decay).to(DOT)
             left_2 = (x26 * decay).to(DOT)
             left_3 = (a * decay_before).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(RANGE)
-            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(RANGE)
-            cotangent_2_edge = tl.where(edge, x36, 0.0).to(RANGE)
-            cotangent_3_edge = tl.where(edge, x45, 0.0).to(RANGE)
-            x16 -= decay * _dot(cotangent_0_edge, right_0, RANGE, PRECISION)
-            x16 -= decay * _dot(cotangent_1_edge, right_1, RANGE, PRECISION)
-            x50 -= decay_before * _dot(cotangent_3_edge, right_0, RANGE, PRECISION)
-            x50 -= decay_before * _dot(cotangent_2_edge, right_1, RANGE, PRECISION)
-            x39 += decay * _dot(tl.trans(cotangent_1_edge), left_2, RANGE, PRECISION)
-            x39 -= decay * _dot(tl.trans(cotangent_2_edge), left_3, RANGE, PRECISION)
-            x61 -= decay * _dot(tl.trans(cotangent_0_edge), left_2, RANGE, PRECISION)
-            x61 += decay * _dot(tl.trans(cotangent_3_edge), left_3, RANGE, PRECISION)
+            cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(DOT)
+            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
+            cotangent_2_edge = tl.where(edge, x36, 0.0).to(DOT)
+            cotangent_3_edge = tl.where(edge, x45, 0.0).to(DOT)
+            x16 -= decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
+            x16 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
+            x50 -= decay_before * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
+            x50 -= decay_before * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
+            x39 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            x39 -= decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
+            x61 -= decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
+            x61 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1424,14 +1424,14 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(DOT)
             left_2 = (x26 * decay_left).to(DOT)
             left_3 = (a * decay_before_left).to(DOT)
-            x16 -= decay_left * _dot(dAqa, right_0, RANGE, PRECISION)
-            x16 -= decay_left * _dot(dAqk, right_1, RANGE, PRECISION)
-            x50 -= decay_before_left * _dot(x45, right_0, RANGE, PRECISION)
-            x50 -= decay_before_left * _dot(x36, right_1, RANGE, PRECISION)
-            x39 += decay_right * _dot(tl.trans(dAqk), left_2, RANGE, PRECISION)
-            x39 -= decay_right * _dot(tl.trans(x36), left_3, RANGE, PRECISION)
-            x61 -= decay_right * _dot(tl.trans(dAqa), left_2, RANGE, PRECISION)
-            x61 += decay_right * _dot(tl.trans(x45), left_3, RANGE, PRECISION)
+            x16 -= decay_left * _dot(dAqa, right_0, DOT, PRECISION)
+            x16 -= decay_left * _dot(dAqk, right_1, DOT, PRECISION)
+            x50 -= decay_before_left * _dot(x45, right_0, DOT, PRECISION)
+            x50 -= decay_before_left * _dot(x36, right_1, DOT, PRECISION)
+            x39 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
+            x39 -= decay_right * _dot(tl.trans(x36), left_3, DOT, PRECISION)
+            x61 -= decay_right * _dot(tl.trans(dAqa), left_2, DOT, PRECISION)
+            x61 += decay_right * _dot(tl.trans(x45), left_3, DOT, PRECISION)
         x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * b) + (x9 * k)) + -x16) + x21) * scale
         dq = ((((x7[:, None] * b) + (x9[:, None] * k)) + (-x16)) + x21) * scale
@@ -1513,7 +1513,6 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
-_TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1590,7 +1589,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or key in _TREES or wide:
+            elif block_k < K or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
@@ -1688,8 +1687,8 @@ def _forward_triton(
     U = q.new_empty((B, NT, HV, C, V), dtype=summed)
     W = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
@@ -1822,9 +1821,9 @@ def _backward_triton(
         if needs & 127:
             U = q.new_empty((B, NT, HV, C, V), dtype=summed)
             W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             x33 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
@@ -1860,7 +1859,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x6 = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            x6 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_scan,
@@ -1890,7 +1889,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x34 = q.new_empty((B, NT, HV, C, V), dtype=wide)
+            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
             _launch(
                 _backward_reverse,
@@ -1920,12 +1919,12 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x21 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x25 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x36 = q.new_empty((B, NT, HV, C, C), dtype=wide)
-            x45 = q.new_empty((B, NT, HV, C, C), dtype=wide)
+            x36 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x45 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
             x52 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x56 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x75 = q.new_empty((B, NT, HV, K), dtype=torch.float32)

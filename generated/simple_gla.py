@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program aabb46da:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program 845d0dcd:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla", "simple_gla_step"]
 
-_NAME = "simple_gla_aabb46da"
+_NAME = "simple_gla_845d0dcd"
 
 
 #: What kernels are not compiled anew for.
@@ -498,7 +498,7 @@ def _forward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x12 = KT^T @ v
-        x12 = _dot(tl.trans(KT), v, RANGE, PRECISION)
+        x12 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = (S * Gc) + x12
         S_next = (S * Gc) + x12
@@ -668,7 +668,7 @@ def _backward_scan(
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x40 = KT^T @ v
-        x40 = _dot(tl.trans(KT), v, RANGE, PRECISION)
+        x40 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = (S * Gc) + x40
         S_next = (S * Gc) + x40
@@ -1024,7 +1024,6 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
-_TREES = ()
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [2, 2, 0],
@@ -1101,7 +1100,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or key in _TREES or wide:
+            elif block_k < K or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
@@ -1196,7 +1195,7 @@ def _forward_triton(
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
     x7 = q.new_empty((B, NT, HV, C, V), dtype=summed)
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1285,7 +1284,7 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0, packed)
     with _on(q):
         if needs & 31:
-            KT = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
             _launch(
