@@ -324,6 +324,7 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
         "step": kernel.step,
         "serves": kernel.serves,
         "whole_k": kernel.whole_k,
+        "trees": any(n.op in TREE for n in kernel.nodes),
         "tiles": [sum(1 for m in loads if tuple(m["axes"]) == ("C", axis)) for axis in ("K", "V", "C")],
     }
 
@@ -760,6 +761,7 @@ def _render(variant: Variant) -> str:
         "step": step_context(variant),
         "whole_k": tuple(k["key"] for k in launches if k["whole_k"]),
         "walk_k": tuple(k["key"] for k in launches if not k["whole_k"]),
+        "trees": tuple(k["key"] for k in launches if k["trees"]),
         "configs": _configs({k["name"] for k in launches}),
         "glossary": _glossary(made),
     }

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program e1e370ed:
+# the delta rule, no decay, program 71b25460:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta", "delta_step"]
 
-_NAME = "delta_e1e370ed"
+_NAME = "delta_71b25460"
 
 
 #: What kernels are not compiled anew for.
@@ -1065,6 +1065,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+_TREES = ()
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [3, 1, 1],
@@ -1141,7 +1142,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or wide:
+            elif block_k < K or key in _TREES or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program e55cda46:
+# gated diagonal plus low rank, the master form, program 6d53d78e:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr", "dplr_step"]
 
-_NAME = "dplr_e55cda46"
+_NAME = "dplr_6d53d78e"
 
 
 #: What kernels are not compiled anew for.
@@ -1501,6 +1501,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
+_TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1577,7 +1578,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or wide:
+            elif block_k < K or key in _TREES or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 2ce8e454:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program e7696eb3:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_2ce8e454"
+_NAME = "dplr_absorbed_e7696eb3"
 
 
 #: What kernels are not compiled anew for.
@@ -1515,6 +1515,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
+_TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1591,7 +1592,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or wide:
+            elif block_k < K or key in _TREES or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 6b9e2682:
+# gated linear attention, one decay a channel, program b6514b87:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_6b9e2682"
+_NAME = "gla_b6514b87"
 
 
 #: What kernels are not compiled anew for.
@@ -1079,6 +1079,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
+_TREES = ('forward.prepare', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [2, 2, 0],
@@ -1155,7 +1156,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or wide:
+            elif block_k < K or key in _TREES or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:

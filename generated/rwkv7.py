@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program d0be1b33:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 09fa8e89:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
-_NAME = "rwkv7_d0be1b33"
+_NAME = "rwkv7_09fa8e89"
 
 
 #: What kernels are not compiled anew for.
@@ -1513,6 +1513,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
 )
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
+_TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
 #: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
     "forward.scan": [4, 3, 1],
@@ -1589,7 +1590,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         if key in _WALK_K:
             if limit < 200 * 1024:  # half the keys at a time where shared memory is small; sides of 16 are right there
                 BK = min(block_k // 2, BK)
-            elif block_k < K or wide:
+            elif block_k < K or key in _TREES or wide:
                 BK = min(block_k, BK)
             # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
         if key in _SCAN_TILES:
