@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench  # noqa: E402
+import check_contract  # noqa: E402
 import check_gpu  # noqa: E402
 import covering  # noqa: E402
 import fastref  # noqa: E402
@@ -29,6 +30,26 @@ from inputs import REGIMES, erases_freely, has_gate, make  # noqa: E402
 from oracles import ORACLES, SIGNATURES, names  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The contract
+
+
+def test_the_contract_is_whole_and_its_draws_are_those_of_the_seed() -> None:
+    parts = ("huge", "large", "checks", "draws")
+    items = check_contract.items(parts, 20, seed=3)
+    labels = [check_contract.label(item) for item in items]
+    assert len(set(labels)) == len(labels)
+    assert items == check_contract.items(parts, 20, seed=3)
+    assert {item["variant"] for item in items if item["part"] == "checks"} == set(ORACLES)
+    assert sum(item["part"] == "draws" for item in items) == 20
+
+
+def test_a_check_of_the_contract_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_contract, "GPU", "cpu")
+    assert check_contract.many_states.__doc__
+    assert check_contract.guarded("kda") == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
