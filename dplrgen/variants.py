@@ -67,6 +67,9 @@ _RESERVED = frozenset(
         "sequences",
         "places",
         "slot",
+        "sizes",
+        "far_k",
+        "far_v",
         "slots",
         "there",
         "inside",
@@ -100,7 +103,9 @@ _RESERVED = frozenset(
     ]
 )
 #: Names that the generated code makes from others.
-_MADE = re.compile(r".*_(ptr|out|here|all|16|edge|stride_[bth])|(kept|end|left|right|operand|cotangent|decay|saved)_.*")
+_MADE = re.compile(
+    r".*_(ptr|out|here|all|16|edge|stride_[bthc])|(kept|end|left|right|operand|cotangent|decay|saved)_.*"
+)
 
 
 def _is_word(name: str) -> bool:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program b6514b87:
+# gated linear attention, one decay a channel, program 392ad2df:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_b6514b87"
+_NAME = "gla_392ad2df"
 
 
 #: What kernels are not compiled anew for.
@@ -1158,7 +1158,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
                 BK = min(block_k // 2, BK)
             elif block_k < K or key in _TREES or wide:
                 BK = min(block_k, BK)
-            # else one step would be all of a narrow walk: the loop goes, and Triton 3.6 gets what is left wrong on Hopper
+            # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
             tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
@@ -1202,7 +1202,7 @@ def _readable(x: Tensor, C: int) -> Tensor:
     """The tensor if kernels can read it by its strides, or else a copy.
 
     Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
-    elements. So one kernel, and its order of summing, serves every layout.
+    elements. So one kernel, and its order of summing, serves every layout whose strides fit 32 bits.
     """
     if x.stride(1) * C >= 2**31:
         return x.contiguous()
@@ -1637,7 +1637,8 @@ def _forward_torch(
         return _forward_rows(*given, initial_state, scale, output_final_state, save)
     o = v.new_zeros(v.shape)
     states: list[Tensor] = []
-    places = [q.new_empty((0,))] * 1
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    places = [q.new_empty((0,), dtype=dtype) for _ in range(1)]
     for n, (tokens, place) in enumerate(_spans(sequences)):
         state = None if initial_state is None else initial_state[n : n + 1]
         own = (x[:, tokens] for x in given)
@@ -1971,6 +1972,7 @@ def _step_triton(
     scale: float,
 ) -> Tensor:
     """o of one token a row; the next state is written into state_next, which may be state."""
+    q, k, v, g, = (x if max(x.stride()) * max(x.shape) < 2**31 else x.contiguous() for x in (q, k, v, g,))
     B, H, K = q.shape
     HV, V = v.shape[1:]
     o = v.new_empty(v.shape)
@@ -1993,7 +1995,7 @@ def _step_triton(
             *state.stride(),
             state_next,
             *state_next.stride(),
-            o if indices is None else indices,
+            o if indices is None else indices.contiguous(),
             state.shape[0],
             scale,
             H,
@@ -2020,7 +2022,7 @@ def _step_torch(
     scale: float,
 ) -> Tensor:
     """The same as _step_triton, in PyTorch; float32 arithmetic, float64 for float64 inputs."""
-    B, H, K = q.shape
+    B, K = q.shape[0], q.shape[2]
     HV, V = v.shape[1:]
     like_v, lead = v, (B, HV)
     if indices is None:
@@ -2134,7 +2136,10 @@ def _step_impl(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _step_in_place_impl(*args: Any) -> Tensor:
     *streams, state, indices, scale = args
-    return _implementation(state, _step_torch, _step_triton)(*streams, state, state, indices, scale)
+    o: Tensor = _implementation(state, _step_torch, _step_triton)(*streams, state, state, indices, scale)
+    if state.is_cuda and not state.is_inference():
+        torch.autograd.graph.increment_version(state)  # a kernel's write, which autograd does not see
+    return o
 
 
 def _step_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -2228,7 +2233,6 @@ def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str,
         if triton is None:
             raise NotImplementedError("CUDA tensors need triton, which is not installed")
         _config(sizes["K"], q.element_size())
-        _check_products(q)
     return sizes
 
 
@@ -2280,30 +2284,32 @@ def _check(streams: tuple[Tensor, ...], initial_state: Any, scale: Any, cu_seqle
     q = streams[_POSITION["q"]]
     N = sizes["B"]
     if cu_seqlens is not None:
-        N = _check_packing(cu_seqlens, sizes["B"], sizes["T"], q.device, check)
+        N = _check_packing(cu_seqlens, sizes["B"], q.device)
     if initial_state is not None:
         _check_state("initial_state", initial_state, ("N", N), sizes, q)
     _check_scale(scale)
     if q.device.type == "cuda":
-        _check_limits(sizes, N)
+        _check_products(q)
+        _check_limits(
+            ("T", sizes["T"]),
+            ("B * HV * (T / 16 + 1)", sizes["B"] * sizes["HV"] * (sizes["T"] // 16 + 1)),
+            ("N * HV * (V / 16 + 1)", N * sizes["HV"] * (sizes["V"] // 16 + 1)),
+            ("64 * HV * max(K, V)", 64 * sizes["HV"] * max(sizes["K"], sizes["V"])),
+        )
     if check:
+        if cu_seqlens is not None:
+            _check_bounds(cu_seqlens, sizes["T"])
         _check_gates(streams)
 
 
-def _check_limits(sizes: dict[str, int], N: int) -> None:
+def _check_limits(*counts: tuple[str, int]) -> None:
     """Refuse what the kernels' 32-bit numbers cannot hold: programs of a launch, tokens, and a chunk's rows of a tensor."""
-    B, T, HV, K, V = (sizes[s] for s in ("B", "T", "HV", "K", "V"))
-    for what, count in (
-        ("T", T),
-        ("B * HV * (T / 16 + 1)", B * HV * (T // 16 + 1)),
-        ("N * HV * (V / 16 + 1)", N * HV * (V // 16 + 1)),
-        ("64 * HV * max(K, V)", 64 * HV * max(K, V)),
-    ):
+    for what, count in counts:
         if count >= 2**31:
             raise NotImplementedError(f"gla: {what} must be below 2^31 on a GPU, got {count}")
 
 
-def _check_packing(cu_seqlens: Any, B: int, T: int, device: torch.device, check: bool) -> int:
+def _check_packing(cu_seqlens: Any, B: int, device: torch.device) -> int:
     """The number of packed sequences, or an error on boundaries that are not."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a tensor or None, got {type(cu_seqlens).__name__}")
@@ -2315,16 +2321,19 @@ def _check_packing(cu_seqlens: Any, B: int, T: int, device: torch.device, check:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
     if B != 1:
         raise ValueError(f"B must be 1 with cu_seqlens: sequences are packed along T, got B = {B}")
-    if check:
-        bounds = cu_seqlens.tolist()
-        if bounds[0] != 0:
-            raise ValueError(f"cu_seqlens must begin with 0, got {bounds[0]}")
-        for n, (start, end) in enumerate(itertools.pairwise(bounds)):
-            if end < start:
-                raise ValueError(f"cu_seqlens must not decrease, got {start} and {end} at {n} and {n + 1}")
-        if bounds[-1] > T:
-            raise ValueError(f"cu_seqlens must end within T = {T} tokens, got {bounds[-1]}")
     return cu_seqlens.shape[0] - 1
+
+
+def _check_bounds(cu_seqlens: Tensor, T: int) -> None:
+    """Raise on boundaries out of range or order, which only their values tell."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens must begin with 0, got {bounds[0]}")
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if end < start:
+            raise ValueError(f"cu_seqlens must not decrease, got {start} and {end} at {n} and {n + 1}")
+    if bounds[-1] > T:
+        raise ValueError(f"cu_seqlens must end within T = {T} tokens, got {bounds[-1]}")
 
 
 def gla(
@@ -2409,12 +2418,12 @@ def gla_step(
         k: [B, H, K], the dtype of q.
         v: [B, HV, V], the dtype of q.
         g: [B, HV, K], the dtype of q or float32; a natural logarithm of the decay.
-        state: [B, HV, K, V], float32 (float64 with float64 inputs), any strides; with state_indices [P, HV, K, V], a pool.
+        state: [B, HV, K, V], float32 (float64 with float64 inputs), any strides without overlap; with state_indices [P, HV, K, V], a pool.
         scale: a number; K^-1/2 if None.
         inplace: write the next state into state, and return it; otherwise into a new tensor.
         state_indices: [B], int32 or int64, the slot of each row in the pool, with inplace. A row whose slot is negative or
             P or more is padding: its output is 0 and no slot is read or written for it. Other rows' slots must differ.
-        check: also verify that gates are finite and slots in order, at the price of a device read.
+        check: also verify that gates are finite and slots distinct, at the price of a device read.
 
     Returns:
         o, [B, HV, V] in the dtype of v, and the next state.
@@ -2431,22 +2440,34 @@ def gla_step(
         _check_slots(state_indices, sizes["B"], q, inplace)
         rows = ("P", state.shape[0] if isinstance(state, Tensor) and state.dim() == 4 else 0)
     _check_state("state", state, rows, sizes, q)
-    if inplace and any(s == 0 and n > 1 for n, s in zip(state.shape, state.stride(), strict=True)):
-        raise ValueError(f"state must not be expanded with inplace=True, got strides {list(state.stride())}")
+    if inplace and _overlaps(state):
+        raise ValueError(f"state must not overlap itself with inplace=True, got strides {list(state.stride())}")
     _check_scale(scale)
+    if q.device.type == "cuda":
+        _check_limits(("B * HV * (V / 16 + 1)", sizes["B"] * sizes["HV"] * (sizes["V"] // 16 + 1)))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*streams, state)):
+        raise NotImplementedError("gla_step has no gradients: call it under torch.no_grad(), or gla with T = 1")
     if check:
         _check_gates(streams)
         if state_indices is not None:
             used = state_indices[(state_indices >= 0) & (state_indices < rows[1])]
             if used.unique().numel() != used.numel():
                 raise ValueError("state_indices must not name a slot twice")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*streams, state)):
-        raise NotImplementedError("gla_step has no gradients: call it under torch.no_grad(), or gla with T = 1")
     factor = float(sizes["K"]) ** -0.5 if scale is None else float(scale)
     if not inplace:
         o, state_next = _STEP_OP(q, k, v, g, state, factor)
         return o, state_next
     return _STEP_IN_PLACE_OP(q, k, v, g, state, state_indices, factor), state
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements of a tensor may share memory: an axis that does not step over those inside it."""
+    reach = 0
+    for stride, size in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _check_slots(indices: Any, B: int, q: Tensor, inplace: bool) -> None:

@@ -185,7 +185,7 @@ def wide_range(name: str, place: Place) -> list[str]:
         h0[..., 0, 0] = 65536.0
         do.zero_()
         dht.fill_(2.0**-25)
-    # At such an h0 the output's own dtype is the limit, so gradients and the state are judged.
+    # At such an h0 the output's own dtype is the limit, so the states alone are judged.
     got, ref = run(name, streams, h0, do, dht), place.reference(name, streams, h0, do, dht)
     keys = ("ht", "dh0")
     limit = 4 * metrics.bound("ht", place.dtype)

@@ -153,6 +153,16 @@ def test_packed_compiles_whole(name: str) -> None:
         assert [key for key in want if not torch.equal(got[key], want[key])] == []
 
 
+@pytest.mark.parametrize("save", [True, False])
+def test_opcheck(save: bool) -> None:
+    from dplrgen.generated import kda
+
+    streams, h0, *_ = packed_inputs("kda", torch.bfloat16)
+    given = [x.detach().requires_grad_(save) for x in (*streams, h0)]
+    chunks, sequences = kda._packing(boundaries(), T, 32)
+    torch.library.opcheck(kda._FORWARD_OP, (*given, chunks, sequences, 0.5, True, save))
+
+
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 def test_the_table_of_chunks(chunk: int) -> None:
     """Every token of every sequence is in one chunk, in order, and chunks begin at fixed offsets of their sequence."""

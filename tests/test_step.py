@@ -123,6 +123,23 @@ def test_strides_change_nothing(name: str) -> None:
     assert torch.equal(state, after)
 
 
+def test_a_step_in_place_is_seen_by_autograd() -> None:
+    """A state kept for a backward and then stepped in place is an error there, not another gradient."""
+    streams, h0 = step_inputs("kda", torch.float32, tokens=2)
+    version = h0._version
+    ops.kda_step(*token(streams), h0, inplace=True)
+    assert h0._version > version
+
+
+def test_overlapping_states_are_refused_in_place() -> None:
+    streams, _ = step_inputs("kda", torch.float32)
+    rows = torch.zeros(5000).as_strided((B, HV, K, V), (70, K * V, V, 1))
+    with pytest.raises(ValueError, match="overlap"):
+        ops.kda_step(*token(streams), rows, inplace=True)
+    apart = torch.zeros(5000).as_strided((B, HV, K, V), (1, 3, 12, 120))
+    ops.kda_step(*token(streams), apart, inplace=True)
+
+
 def test_where_alpha_is_zero_nothing_is_divided() -> None:
     streams, h0 = step_inputs("dplr_absorbed", torch.float32)
     streams[-1].fill_(-1e4)
@@ -195,7 +212,7 @@ def bad_calls():
     )
     text = "state_indices must not name a slot twice"
     yield (*good, h0), {**options, "state_indices": torch.tensor([1, 1, 0]), "check": True}, ValueError, text
-    text = "state must not be expanded with inplace=True, got strides [0, 140, 14, 1]"
+    text = "state must not overlap itself with inplace=True, got strides [0, 140, 14, 1]"
     yield (*good, h0[:1].expand(3, -1, -1, -1)), options, ValueError, text
     text = "kda_step has no gradients: call it under torch.no_grad(), or kda with T = 1"
     yield (q.clone().requires_grad_(), *good[1:], h0), {}, NotImplementedError, text
@@ -252,7 +269,7 @@ for name in ORACLES:
         pool = torch.zeros(5, 4, K, V)
         pool[[4, 0]] = h0[:2]
         before = pool.clone()
-        slots = torch.tensor([4, 0, -1], dtype=torch.int32)
+        slots = torch.tensor([[4, 1], [0, 1], [-1, 1]], dtype=torch.int32)[:, 0]
         again = module._step_triton(*token, pool, pool, slots, K**-0.5)
         same = torch.equal(again[:2], o[:2]) and (again[2] == 0).all() and torch.equal(pool[[4, 0]], state[:2])
         worst[name].append(0.0 if same and torch.equal(pool[1:4], before[1:4]) else 1.0)

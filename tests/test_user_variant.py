@@ -146,6 +146,16 @@ def test_inputs_used_alike_have_gradients_of_their_own(tmp_path: Path) -> None:
     assert not bindings.differences(got, bindings.reference(variant, given), 1e-4)
 
 
+def test_sizes_come_from_a_key_of_any_name(tmp_path: Path) -> None:
+    """No input is called q, and K is past the size at which values cross launches in the inputs' dtype."""
+    r = key("r")
+    variant = mine(name="unnamed", inputs=(r, k, v, g, beta), q=r)
+    given = bindings.make_inputs(variant, Sizes(B=1, T=20, H=1, HV=1, K=72, V=18), torch.float32)
+    (got,) = run_files([(variant, given)], tmp_path)
+    assert not isinstance(got, str), got
+    assert not bindings.differences(got, bindings.reference(variant, given), 1e-4)
+
+
 def test_an_expression_that_shares_its_parts_is_not_written_out() -> None:
     """What is used twice is one value: twenty doublings are twenty values, not a million."""
     deep = k
