@@ -153,6 +153,6 @@ def test_launches_are_noted_as_the_target_makes_them() -> None:
     assert (module._launch, module._setting, module._shared_memory) == before
     for launches in noted.values():
         assert len({x.label for x in launches}) == len(launches)
-        assert {x.options["GATE_PARTS"] for x in launches} == {3}
+        assert {x.options["GATE_PARTS"] for x in launches if "GATE_PARTS" in x.options} == {3}
     stages = {t: sum(x.options["num_stages"] for x in launches) for t, launches in noted.items()}
     assert stages["sm_90"] > stages["sm_80"] > stages["gfx942"]
