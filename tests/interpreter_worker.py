@@ -18,6 +18,7 @@ import traceback
 
 import metrics
 import torch
+from contract import scattered
 from inputs import has_gate, make
 from oracles import names
 
@@ -77,15 +78,6 @@ def run_module(module, streams, h0, do, dht, packing=(None, None)):
         return [o, ht, *module._backward_triton(do, dht, *streams, h0, *packing, *saved, scale, every)]
 
 
-def scattered(x: torch.Tensor, fill: float) -> torch.Tensor:
-    """The same values as a view into a wider tensor, heads and tokens in another order of memory, `fill` around."""
-    wide = x.new_full((x.shape[2], x.shape[0], x.shape[1] + 3, *(n + 2 for n in x.shape[3:])), fill)
-    view = wide.permute(1, 2, 0, *range(3, x.dim()))[:, 2:-1]
-    view = view if x.dim() == 3 else view[..., 1:-1]
-    view.copy_(x)
-    return view
-
-
 def run_layouts(name: str) -> list[str]:
     """Packed against one call a sequence, and strided against contiguous: the same bits; NaN around changes none."""
     module = importlib.import_module(f"dplrgen.generated.{name}")
@@ -111,7 +103,7 @@ def run_layouts(name: str) -> list[str]:
     for i, x in enumerate(got):
         if i != 1 and i != len(got) - 1 and (x[:, BOUNDS[-1] :] != 0).any():
             failures.append(f"packed: result {i} is not 0 past the last boundary")
-    views = [scattered(x, nan) for x in streams]
+    views = [scattered(x) for x in streams]
     wide_do = do[..., :1].expand(do.shape)
     far = run_module(module, views, h0, wide_do, dht, packing)
     near = run_module(module, streams, h0, wide_do.contiguous(), dht, packing)

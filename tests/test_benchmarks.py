@@ -48,7 +48,6 @@ def test_the_contract_is_whole_and_its_draws_are_those_of_the_seed() -> None:
 
 def test_a_check_of_the_contract_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_contract, "GPU", "cpu")
-    assert check_contract.many_states.__doc__
     assert check_contract.guarded("kda") == []
 
 
