@@ -169,8 +169,9 @@ def shard(cases: list[Case], index: int, count: int) -> list[Case]:
     return [case for case in cases if groups[case.compiles] % count == index]
 
 
-def _dtypes_with(size: int) -> tuple[str, ...]:
-    return ("float32",) if size == 4 else tuple(d for d in DTYPES if d != "float32")
+def _dtypes_with(products: str) -> tuple[str, ...]:
+    """The dtypes of inputs whose products are made so."""
+    return tuple(d for d in DTYPES if {"float16": "tf32", "float32": "ieee"}.get(d, "bfloat16") == products)
 
 
 def _powers(lowest: int, highest: int) -> list[int]:
@@ -201,12 +202,12 @@ def config_cases(variant: str) -> list[Case]:
     every dtype that the row is for, then all tiles in those dtypes, then the edges."""
     gates = "mild" if variant != "delta" else "zero"
     found: dict[Case, tuple[int, int]] = {}
-    below: dict[int, int] = {}
-    for size, largest, _, kernels in bench.generated(variant)._CONFIGS:
-        lowest = below.get(size, 15) + 1
-        below[size] = largest
+    below: dict[str, int] = {}
+    for products, largest, _, kernels in bench.generated(variant)._CONFIGS:
+        lowest = below.get(products, 15) + 1
+        below[products] = largest
         for place, (kind, K, V) in enumerate(_points(lowest, largest, kernels)):
-            for other, dtype in enumerate(_dtypes_with(size)):
+            for other, dtype in enumerate(_dtypes_with(products)):
                 part = "edges" if kind == "edges" else "dtypes" if place and other else "config"
                 rank = ("config", "dtypes", "edges").index(part)
                 for T in CONFIG_LENGTHS:

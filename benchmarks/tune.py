@@ -49,9 +49,10 @@ Entry = tuple[int, ...]
 # The table
 
 
-def row_of(module: ModuleType, K: int, size: int) -> int:
-    """The row of the table that a key size and the bytes of an element choose."""
-    return next(i for i, (element, largest, *_) in enumerate(module._CONFIGS) if element == size and largest >= K)
+def row_of(module: ModuleType, K: int, dtype: Any) -> int:
+    """The row of the table that a key size and the dtype of the inputs choose."""
+    made = module._PRODUCTS[dtype]
+    return next(i for i, (products, largest, *_) in enumerate(module._CONFIGS) if products == made and largest >= K)
 
 
 def fields(entry: Entry) -> tuple[str, ...]:
@@ -62,8 +63,8 @@ def fields(entry: Entry) -> tuple[str, ...]:
 def patched(module: ModuleType, row: int, entries: dict[str, Entry], chunk: int | None = None) -> Iterator[None]:
     """The module with some entries of one row of its table replaced."""
     original = module._CONFIGS
-    element, largest, length, table = original[row]
-    changed = (element, largest, chunk or length, table | entries)
+    products, largest, length, table = original[row]
+    changed = (products, largest, chunk or length, table | entries)
     module._CONFIGS = (*original[:row], changed, *original[row + 1 :])
     try:
         yield
@@ -128,7 +129,7 @@ class Bench:
         return cls(module, setup["variant"], shape, dtype, gate_dtype, setup["device"], setup["chunk"])
 
     def patched(self, entries: dict[str, Entry]) -> contextlib.AbstractContextManager[None]:
-        row = row_of(self.module, self.shape.K, self.dtype.itemsize)
+        row = row_of(self.module, self.shape.K, self.dtype)
         return patched(self.module, row, entries, self.chunk)
 
     def launches(self, entries: dict[str, Entry], tokens: int, launch: bool) -> list[Launch]:
@@ -140,7 +141,7 @@ class Bench:
             return bench.launches(self.module, streams, do, self.shape.K**-0.5, launch=launch)
 
     def entries(self, kernel: str, entry: Sequence[int]) -> dict[str, Entry]:
-        table = self.module._CONFIGS[row_of(self.module, self.shape.K, self.dtype.itemsize)][-1]
+        table = self.module._CONFIGS[row_of(self.module, self.shape.K, self.dtype)][-1]
         return {bench.table_key(kernel, list(table)): tuple(entry)}
 
     def compile(self, kernel: str, entry: Sequence[int]) -> Json:
@@ -437,9 +438,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker:
         serve()
         return 0
+    import torch
+
     args.out.mkdir(parents=True, exist_ok=True)
     module = bench.generated(args.variant)
-    table = module._CONFIGS[row_of(module, args.shape.K, 4 if args.dtype == "float32" else 2)][-1]
+    table = module._CONFIGS[row_of(module, args.shape.K, getattr(torch, args.dtype))][-1]
     own = {name: tuple(table[bench.table_key(name, list(table))]) for name in bench.kernels_of(module)}
     names = [name for name in own if not args.kernels or any(re.search(r, name) for r in args.kernels)]
     given = grids(args.grid)

@@ -95,21 +95,35 @@ def _inside(axes: Axes) -> str:
 def _triton_matmul(n: Node, args: list[str]) -> str:
     x = f"tl.trans({args[0]})" if n.attr("tx") else args[0]
     y = f"tl.trans({args[1]})" if n.attr("ty") else args[1]
-    return f"_dot({x}, {y}, {'RANGE' if _ranges(n) else 'DOT'}, PRECISION)"
+    first, second = _fine_operands(n)
+    if first or second:
+        return f"_dot_fine({x}, {y}, DOT, PRECISION, FINE, {first}, {second})"
+    return f"_dot({x}, {y}, DOT, PRECISION)"
 
 
-def _ranges(n: Node) -> bool:
-    """Whether a value, or a product, is scaled by the state or by the decay from the chunk's start.
+def _fine_operands(n: Node) -> tuple[bool, ...]:
+    """Which operands of a product carry the rounding of the solve: beside the inverse, the other if it is a sum."""
+    solved = [_solved(a) for a in n.args]
+    inverts = any(x and a.axes == ("C", "C") for x, a in zip(solved, n.args, strict=True))
+    return tuple(x or (inverts and _is_sum(a)) for x, a in zip(solved, n.args, strict=True))
 
-    Such numbers span more than float16 does, so they are stored and multiplied in a type that has the range.
+
+def _is_sum(n: Node) -> bool:
+    """Whether a tile of values adds up products."""
+    return n.op in ("add", "neg") and n.axes == ("C", "V") and any(t.op == "matmul" for _, t in terms(n))
+
+
+def _solved(n: Node) -> bool:
+    """Whether a value is the inverse, up to scaled rows and columns, or what it gave tokens to write, or its cotangent.
+
+    These carry the rounding of the solve: where keys repeat or are long, the inverse amplifies it.
     """
-    if n.op == "exp":
-        return n.args[0].op == "run" and n.args[0].attr("over") in ("to", "before")
-    if n.op == "matmul":
-        return any(_ranges(a) for a in n.args)
-    if n.op in ("mul", "neg", "add"):
-        return n.axes in (("C", "K"), ("K", "V")) and any(_ranges(a) for a in n.args)
-    return n.op == "input" and n.axes == ("K", "V")
+    if n.op == "matmul" and n.axes == ("C", "V"):
+        return all(_fine_operands(n))
+    if n.axes == ("C", "C"):
+        scaled = n.op in ("mul", "neg", "columns") and any(_solved(a) for a in n.args)
+        return scaled or "inverse" in (n.op, dict(n.attrs).get("of"))
+    return _is_sum(n) and any(t.op == "matmul" and any(_solved(a) for a in t.args) for _, t in terms(n))
 
 
 def _triton_sum(n: Node, args: list[str]) -> str:
@@ -381,16 +395,15 @@ class _Site:
 
 
 def storage(n: Node, plan: Plan) -> str:
-    """How a value crosses launches: in the products' dtype (dot), one with the range for states and decays (range), in
-    float32 where the keys are few enough that its room is to be had (sum), or always in float32.
-    """
+    """How a value crosses launches: in the products' dtype (dot), in that of the solve's results (fine), in float32."""
     readers = [m for m in plan.program.nodes() if n in m.args]
     if n.axes == ("C", "V") and readers and all(m.op in ("add", "neg") for m in readers):
-        return "sum"
+        return "fine"
     if n.axes in (("C", "V"), ("C", "C"), ("K", "V")):
-        return "range" if n.axes == ("K", "V") else "dot"
+        products = [m for m in readers if m.op == "matmul"]
+        return "fine" if _solved(n) or any(_fine_operands(m)[m.args.index(n)] for m in products) else "dot"
     if n.axes == ("C", "K") and readers and all(m.op == "matmul" for m in readers):
-        return "range" if _ranges(n) else "dot"
+        return "dot"
     return "float32"
 
 
@@ -559,7 +572,6 @@ def _tree(group: list[tuple[str, int, Node]], local: Mapping[Node, str], writer:
         "parts": _parts(group[0][2].args[2]),
         "decayed": [(name, *key) for key, name in decayed.items()],
         "label": label,
-        "source": {name: expression for expression, name in cotangents.items()},
         "operands": [(name, expression) for expression, name in label.items()],
         "cotangents": [(name, expression) for expression, name in cotangents.items()],
         "grams": grams,
@@ -785,7 +797,7 @@ def _side(plan: Plan, signature: Mapping[str, tuple[str, Axes]], side: str) -> d
         "kernels": kernels,
         "result": {label: plan.names.get(n, "") for label, n in plan.program.outputs},
         "torch": torch_context(plan, signature),
-        "saved": [{"name": plan.names[n], "axes": n.axes} for n in plan.saved],
+        "saved": [{"name": plan.names[n], "axes": n.axes, "dtype": storage(n, plan)} for n in plan.saved],
         "outputs": [(label, plan.names.get(n), n) for label, n in plan.program.outputs],
         "program": list(plan.program.lines()),
     }

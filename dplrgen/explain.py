@@ -61,7 +61,8 @@ def usual(K: int = 128, V: int = 128, element: int = 2) -> Sizes:
 
 def _setting(K: int, element: int) -> tuple[int, Mapping[str, tuple[int, ...]]]:
     """Chunk length and kernel options: the first line of the schedule's table that fits."""
-    return next((chunk, dict(t)) for size, largest, chunk, t in schedule.CONFIGS if size == element and largest >= K)
+    products = "bfloat16" if element == 2 else "ieee"
+    return next((chunk, dict(t)) for name, largest, chunk, t in schedule.CONFIGS if name == products and largest >= K)
 
 
 def _columns(kernel: Kernel, sizes: Sizes) -> int:

@@ -152,7 +152,7 @@ def plan(program: Program, saved: Iterable[Node] = (), load_saved: bool = False)
 def _load(
     program: Program, saved: tuple[Node, ...], names: dict[Node, str]
 ) -> tuple[Program, tuple[Node, ...], dict[Node, str]]:
-    leaves = {n: leaf(names[n], n.axes, role="saved") for n in saved}
+    leaves = {n: leaf(names[n], n.axes, role="saved", of=n.op) for n in saved}
     table = substitute(program.roots(), leaves)
     outputs = tuple((k, table[n]) for k, n in program.outputs)
     carried = tuple((s, table[n], d) for s, n, d in program.carried)
@@ -505,12 +505,12 @@ def _options(**kernels: tuple[int, int, int, int, int]) -> tuple[tuple[str, tupl
     return tuple(kernels.items())
 
 
-#: (bytes an element, largest K, tokens a chunk, ((kernel, options), ...)); the first match wins. Options: block of K,
-#: block of V, warps, stages, most registers (0: no bound). A kernel that does not walk K takes all of it; a scan has as
-#: many stages as shared memory holds, up to the number here.
-CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, int]], ...]], ...] = (
+#: (what products are made in, largest K, tokens a chunk, ((kernel, options), ...)); the first match wins. Options:
+#: block of K, block of V, warps, stages, most registers (0: 255). A kernel that does not walk K takes all of it; a scan
+#: has as many stages as shared memory holds, up to the number here.
+CONFIGS: tuple[tuple[str, int, int, tuple[tuple[str, tuple[int, int, int, int, int]], ...]], ...] = (
     (
-        2,
+        "bfloat16",
         128,
         64,
         _options(
@@ -524,7 +524,7 @@ CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, i
         ),
     ),
     (
-        2,
+        "bfloat16",
         256,
         32,
         _options(
@@ -538,7 +538,35 @@ CONFIGS: tuple[tuple[int, int, int, tuple[tuple[str, tuple[int, int, int, int, i
         ),
     ),
     (
-        4,
+        "tf32",
+        128,
+        64,
+        _options(
+            prepare=(64, 64, 4, 1, 0),
+            prepare_1=(64, 64, 4, 1, 0),
+            scan=(0, 32, 4, 3, 0),
+            reverse=(0, 32, 4, 3, 0),
+            finish=(0, 32, 8, 1, 0),
+            finish_1=(32, 64, 4, 1, 0),
+            finish_2=(32, 64, 4, 1, 0),
+        ),
+    ),
+    (
+        "tf32",
+        256,
+        32,
+        _options(
+            prepare=(64, 32, 4, 1, 0),
+            prepare_1=(64, 32, 4, 1, 0),
+            scan=(0, 32, 8, 3, 0),
+            reverse=(0, 32, 8, 3, 0),
+            finish=(0, 32, 8, 1, 0),
+            finish_1=(32, 32, 8, 1, 0),
+            finish_2=(32, 32, 4, 1, 0),
+        ),
+    ),
+    (
+        "ieee",
         256,
         16,
         _options(

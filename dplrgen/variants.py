@@ -85,7 +85,7 @@ _RESERVED = frozenset(
         "blocks",
         "decay",
         "wide",
-        "summed",
+        "stored",
         "narrow",
         "streams",
         "tensors",

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program f4b0ad59:
+# gated diagonal plus low rank, the master form, program 3bbbe65d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr", "dplr_step"]
 
-_NAME = "dplr_f4b0ad59"
+_NAME = "dplr_3bbbe65d"
 
 
 #: What kernels are not compiled anew for.
@@ -100,6 +100,31 @@ def _jit(function: Any) -> Any:
 def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x @ y in the products' dtype, accumulated in float32."""
     return tl.dot(x.to(DOT), y.to(DOT), input_precision=PRECISION)
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
+    x_high, y_high = x.to(DOT), y.to(DOT)
+    out = tl.dot(x_high, y_high, input_precision=PRECISION)
+    if FINE and X:
+        out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
+    if FINE and Y:
+        out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
+    return out
+
+
+@_jit
+def _in_range(x, SCALED: tl.constexpr):
+    """x over a power of two, and the power: if SCALED, what brings the largest element into [2^14, 2^15), else 1."""
+    if SCALED:
+        exponent = (tl.max(tl.abs(x)).to(tl.int32, bitcast=True) >> 23) & 255
+        exponent = tl.minimum(tl.maximum(exponent, 15), 254)  # so that both powers are finite
+        unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        out = x * ((268 - exponent) << 23).to(tl.float32, bitcast=True), unit
+    else:
+        out = x, 1.0
+    return out
 
 
 @_jit
@@ -366,7 +391,8 @@ def _forward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -411,41 +437,41 @@ def _forward_prepare(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            left_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            right_2_16 = (operand_2_16 * decay_16).to(DOT)
-            N_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Abk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            left_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            right_2_16 = (operand_2_16 * decay_16).to(TREE)
+            N_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            Abk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        right_2_16 = (operand_2_16 * decay_right_16).to(DOT)
-        N_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        Abk_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
+        left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        right_2_16 = (operand_2_16 * decay_right_16).to(TREE)
+        N_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        Abk_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
         N += _from_blocks(N_16, C)
         Abk += _from_blocks(Abk_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (b * decay).to(DOT)
-            right_1 = (a * decay).to(DOT)
-            right_2 = (k * decay).to(DOT)
-            N += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
-            Abk += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+            left_0 = (b * decay).to(TREE)
+            right_1 = (a * decay).to(TREE)
+            right_2 = (k * decay).to(TREE)
+            N += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            Abk += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (b * decay_left).to(DOT)
-            right_1 = (a * decay_right).to(DOT)
-            right_2 = (k * decay_right).to(DOT)
-            N += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-            Abk += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
+            left_0 = (b * decay_left).to(TREE)
+            right_1 = (a * decay_right).to(TREE)
+            right_2 = (k * decay_right).to(TREE)
+            N += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            Abk += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
         # x12 = sum[all](g)
         x12 = tl.sum(g, 0)
         # Gc = exp(x12)
@@ -475,7 +501,7 @@ def _forward_prepare(
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
         b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (b * exp(x2))
-        W = _dot(E, (b * tl.exp(x2)), RANGE, PRECISION)
+        W = _dot_fine(E, (b * tl.exp(x2)), DOT, PRECISION, FINE, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -484,7 +510,7 @@ def _forward_prepare(
         # x7 = Abk @ v
         x7 = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x7
-        U = _dot(E, x7, DOT, PRECISION)
+        U = _dot_fine(E, x7, DOT, PRECISION, FINE, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -529,7 +555,8 @@ def _forward_prepare_1(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -576,41 +603,41 @@ def _forward_prepare_1(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            left_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            right_2_16 = (operand_2_16 * decay_16).to(DOT)
-            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            left_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            right_2_16 = (operand_2_16 * decay_16).to(TREE)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        right_2_16 = (operand_2_16 * decay_right_16).to(DOT)
-        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
+        left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        right_2_16 = (operand_2_16 * decay_right_16).to(TREE)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
         Aqk += _from_blocks(Aqk_16, C)
         Aqa += _from_blocks(Aqa_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (x * decay).to(DOT)
-            right_1 = (k * decay).to(DOT)
-            right_2 = (a * decay).to(DOT)
-            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+            left_0 = (x * decay).to(TREE)
+            right_1 = (k * decay).to(TREE)
+            right_2 = (a * decay).to(TREE)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (x * decay_left).to(DOT)
-            right_1 = (k * decay_right).to(DOT)
-            right_2 = (a * decay_right).to(DOT)
-            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-            Aqa += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
+            left_0 = (x * decay_left).to(TREE)
+            right_1 = (k * decay_right).to(TREE)
+            right_2 = (a * decay_right).to(TREE)
+            Aqk += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            Aqa += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
         # QL = x * exp(x2)
@@ -660,7 +687,8 @@ def _forward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -706,16 +734,16 @@ def _forward_scan(
         tile = (chunk_first + chunk) * HV + head_v
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
-        x4 = _dot(QL, S, RANGE, PRECISION)
+        x4 = _dot(QL, S, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x8 = W @ S
-        x8 = _dot(W, S, RANGE, PRECISION)
+        x8 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x9 = U + x8
         x9 = U + x8
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x10 = Aqa @ x9
-        x10 = _dot(Aqa, x9, DOT, PRECISION)
+        x10 = _dot_fine(Aqa, x9, DOT, PRECISION, FINE, False, True)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + -x10
         o = (x4 + x5) + (-x10)
@@ -727,7 +755,7 @@ def _forward_scan(
         x16 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x18 = AT^T @ x9
-        x18 = _dot(tl.trans(AT), x9, DOT, PRECISION)
+        x18 = _dot_fine(tl.trans(AT), x9, DOT, PRECISION, FINE, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x16) + -x18
         S_next = ((S * Gc[:, None]) + x16) + (-x18)
@@ -795,7 +823,8 @@ def _backward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -830,7 +859,7 @@ def _backward_prepare(
         x3 = tl.exp(x2)
         b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (b * x3)
-        W = _dot(E, (b * x3), RANGE, PRECISION)
+        W = _dot_fine(E, (b * x3), DOT, PRECISION, FINE, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
         # x20 = sum[after](g)
         x20 = _sums(_keep_after(row), g, GATE_PARTS)
@@ -862,7 +891,7 @@ def _backward_prepare(
         # x = Abk @ v
         x = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x
-        U = _dot(E, x, DOT, PRECISION)
+        U = _dot_fine(E, x, DOT, PRECISION, FINE, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x29 = Aqa^T @ do
@@ -902,7 +931,8 @@ def _backward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -949,7 +979,7 @@ def _backward_scan(
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = W @ S
-        x4 = _dot(W, S, RANGE, PRECISION)
+        x4 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x5 = U + x4
         x5 = U + x4
@@ -960,7 +990,7 @@ def _backward_scan(
         x76 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x78 = AT^T @ x5
-        x78 = _dot(tl.trans(AT), x5, DOT, PRECISION)
+        x78 = _dot_fine(tl.trans(AT), x5, DOT, PRECISION, FINE, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x76) + -x78
         S_next = ((S * Gc[:, None]) + x76) + (-x78)
@@ -999,7 +1029,8 @@ def _backward_reverse(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1046,18 +1077,18 @@ def _backward_reverse(
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x27 = AT @ dS
-        x27 = _dot(AT, dS, RANGE, PRECISION)
+        x27 = _dot(AT, dS, DOT, PRECISION)
         x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x31 = -x27 + x30
         x31 = (-x27) + x30
         _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x81 = W^T @ x31
-        x81 = _dot(tl.trans(W), x31, RANGE, PRECISION)
+        x81 = _dot(tl.trans(W), x31, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x83 = QL^T @ do
-        x83 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x83 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dS_prev = ((dS * Gc) + x81) + x83
         dS_prev = ((dS * Gc[:, None]) + x81) + x83
@@ -1114,7 +1145,8 @@ def _backward_finish(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1143,7 +1175,7 @@ def _backward_finish(
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ Abk
-    U2 = _dot(E, Abk, DOT, PRECISION)
+    U2 = _dot_fine(E, Abk, DOT, PRECISION, FINE, True, False)
     x6 = tl.zeros([C, C, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
@@ -1161,23 +1193,23 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = do @ x5^T
-        x6 += _dot(do, tl.trans(x5), DOT, PRECISION)
+        x6 += _dot_fine(do, tl.trans(x5), DOT, PRECISION, FINE, False, True)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
+        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
-        dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
+        dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x32 = E^T @ x31
-        x32 = _dot(tl.trans(E), x31, DOT, PRECISION)
+        x32 = _dot_fine(tl.trans(E), x31, DOT, PRECISION, FINE, True, True)
         # dAbk = x32 @ v^T
-        dAbk += _dot(x32, tl.trans(v), DOT, PRECISION)
+        dAbk += _dot_fine(x32, tl.trans(v), DOT, PRECISION, FINE, True, False)
         # x35 = KT @ dS
-        x35 = _dot(KT, dS, RANGE, PRECISION)
+        x35 = _dot(KT, dS, DOT, PRECISION)
         # x36 = U2^T @ x31
         x36 = _dot(tl.trans(U2), x31, DOT, PRECISION)
         # x38 = Aqk^T @ do
@@ -1187,11 +1219,11 @@ def _backward_finish(
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
         # x40 = x5 @ dS^T
-        x40 += _dot(x5, tl.trans(dS), RANGE, PRECISION)
+        x40 += _dot_fine(x5, tl.trans(dS), DOT, PRECISION, FINE, True, False)
         # x45 = x32 @ x5^T
-        x45 += _dot(x32, tl.trans(x5), DOT, PRECISION)
+        x45 += _dot_fine(x32, tl.trans(x5), DOT, PRECISION, FINE, True, True)
         # dBL = x32 @ S^T
-        dBL += _dot(x32, tl.trans(S), RANGE, PRECISION)
+        dBL += _dot_fine(x32, tl.trans(S), DOT, PRECISION, FINE, True, False)
         # x72 = dS * S
         x72 = dS * S
         # dGc = sum_V(x72)
@@ -1278,7 +1310,8 @@ def _backward_finish_1(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1337,10 +1370,14 @@ def _backward_finish_1(
         operand_1_16 = _blocks(k, C, BK)
         operand_2_16 = _blocks(x23, C, BK)
         operand_3_16 = _blocks(b, C, BK)
-        cotangent_0_16 = _diagonal_blocks(x6, C)
-        cotangent_1_16 = _diagonal_blocks(dAqk, C)
-        cotangent_2_16 = _diagonal_blocks(dAbk, C)
-        cotangent_3_16 = _diagonal_blocks(x45, C)
+        cotangent_0, cotangent_0_unit = _in_range(x6, TREE != DOT)
+        cotangent_0_16 = _diagonal_blocks(cotangent_0, C)
+        cotangent_1, cotangent_1_unit = _in_range(dAqk, TREE != DOT)
+        cotangent_1_16 = _diagonal_blocks(cotangent_1, C)
+        cotangent_2, cotangent_2_unit = _in_range(dAbk, TREE != DOT)
+        cotangent_2_16 = _diagonal_blocks(cotangent_2, C)
+        cotangent_3, cotangent_3_unit = _in_range(x45, TREE != DOT)
+        cotangent_3_16 = _diagonal_blocks(cotangent_3, C)
         x16_16 = _block_zeros(C, BK)
         x54_16 = _block_zeros(C, BK)
         x34_16 = _block_zeros(C, BK)
@@ -1349,39 +1386,39 @@ def _backward_finish_1(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            right_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            left_2_16 = (operand_2_16 * decay_16).to(DOT)
-            left_3_16 = (operand_3_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x16_16 += decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
-            x54_16 -= decay_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
-            x54_16 += decay_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
-            x34_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x34_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-            x47_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x47_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            right_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            left_2_16 = (operand_2_16 * decay_16).to(TREE)
+            left_3_16 = (operand_3_16 * decay_16).to(TREE)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(TREE)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(TREE)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(TREE)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(TREE)
+            x16_16 -= decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
+            x16_16 += decay_16 * (cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION))
+            x54_16 -= decay_16 * (cotangent_3_unit * _dot(cotangent_3_edge_16, right_0_16, TREE, PRECISION))
+            x54_16 += decay_16 * (cotangent_2_unit * _dot(cotangent_2_edge_16, right_1_16, TREE, PRECISION))
+            x34_16 += decay_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+            x34_16 += decay_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+            x47_16 += decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+            x47_16 += decay_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-        left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
-        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x16_16 += decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
-        x54_16 -= decay_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
-        x54_16 += decay_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
-        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x34_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x47_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x47_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        right_0_16 = (operand_0_16 * decay_right_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        left_2_16 = (operand_2_16 * decay_left_16).to(TREE)
+        left_3_16 = (operand_3_16 * decay_left_16).to(TREE)
+        x16_16 -= decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
+        x16_16 += decay_left_16 * (cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION))
+        x54_16 -= decay_left_16 * (cotangent_3_unit * _dot(cotangent_3_16, right_0_16, TREE, PRECISION))
+        x54_16 += decay_left_16 * (cotangent_2_unit * _dot(cotangent_2_16, right_1_16, TREE, PRECISION))
+        x34_16 += decay_right_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+        x34_16 += decay_right_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+        x47_16 += decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+        x47_16 += decay_right_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
         x16 += tl.reshape(x16_16, [C, BK])
         x54 += tl.reshape(x54_16, [C, BK])
         x34 += tl.reshape(x34_16, [C, BK])
@@ -1389,39 +1426,39 @@ def _backward_finish_1(
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            right_0 = (a * decay).to(DOT)
-            right_1 = (k * decay).to(DOT)
-            left_2 = (x23 * decay).to(DOT)
-            left_3 = (b * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, x6, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
-            cotangent_3_edge = tl.where(edge, x45, 0.0).to(DOT)
-            x16 -= decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x16 += decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
-            x54 -= decay * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
-            x54 += decay * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
-            x34 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
-            x34 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
-            x47 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
-            x47 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+            right_0 = (a * decay).to(TREE)
+            right_1 = (k * decay).to(TREE)
+            left_2 = (x23 * decay).to(TREE)
+            left_3 = (b * decay).to(TREE)
+            cotangent_0_edge = tl.where(edge, cotangent_0, 0.0).to(TREE)
+            cotangent_1_edge = tl.where(edge, cotangent_1, 0.0).to(TREE)
+            cotangent_2_edge = tl.where(edge, cotangent_2, 0.0).to(TREE)
+            cotangent_3_edge = tl.where(edge, cotangent_3, 0.0).to(TREE)
+            x16 -= decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
+            x16 += decay * (cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION))
+            x54 -= decay * (cotangent_3_unit * _dot(cotangent_3_edge, right_0, TREE, PRECISION))
+            x54 += decay * (cotangent_2_unit * _dot(cotangent_2_edge, right_1, TREE, PRECISION))
+            x34 += decay * (cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION))
+            x34 += decay * (cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION))
+            x47 += decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION))
+            x47 += decay * (cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION))
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            right_0 = (a * decay_right).to(DOT)
-            right_1 = (k * decay_right).to(DOT)
-            left_2 = (x23 * decay_left).to(DOT)
-            left_3 = (b * decay_left).to(DOT)
-            x16 -= decay_left * _dot(x6, right_0, DOT, PRECISION)
-            x16 += decay_left * _dot(dAqk, right_1, DOT, PRECISION)
-            x54 -= decay_left * _dot(x45, right_0, DOT, PRECISION)
-            x54 += decay_left * _dot(dAbk, right_1, DOT, PRECISION)
-            x34 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
-            x34 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
-            x47 += decay_right * _dot(tl.trans(x6), left_2, DOT, PRECISION)
-            x47 += decay_right * _dot(tl.trans(x45), left_3, DOT, PRECISION)
+            right_0 = (a * decay_right).to(TREE)
+            right_1 = (k * decay_right).to(TREE)
+            left_2 = (x23 * decay_left).to(TREE)
+            left_3 = (b * decay_left).to(TREE)
+            x16 -= decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
+            x16 += decay_left * (cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION))
+            x54 -= decay_left * (cotangent_3_unit * _dot(cotangent_3, right_0, TREE, PRECISION))
+            x54 += decay_left * (cotangent_2_unit * _dot(cotangent_2, right_1, TREE, PRECISION))
+            x34 += decay_right * (cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION))
+            x34 += decay_right * (cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION))
+            x47 += decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION))
+            x47 += decay_right * (cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION))
         x18 = _load_rows(x18_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * a) + (x9 * k)) + x16) + x18) * scale
         dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + x16) + x18) * scale
@@ -1456,11 +1493,13 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
+#: What products are made in, by the dtype of the inputs: float16 ones in TF32, which has its precision and float32's range.
+_PRODUCTS = {torch.bfloat16: "bfloat16", torch.float16: "tf32", torch.float32: "ieee"}
+#: (products, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers, 0 for 255) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
-        2,
+        "bfloat16",
         128,
         64,
         {
@@ -1473,7 +1512,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        2,
+        "bfloat16",
         256,
         32,
         {
@@ -1486,7 +1525,33 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        4,
+        "tf32",
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
+        },
+    ),
+    (
+        "tf32",
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 8, 3, 0),
+            "reverse": (0, 32, 8, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 32, 8, 1, 0),
+        },
+    ),
+    (
+        "ieee",
         256,
         16,
         {
@@ -1510,16 +1575,25 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
-    """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
-    for element, largest, chunk, table in _CONFIGS:
-        if size == element and largest >= K:
+def _config(K: int, dtype: torch.dtype) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
+    """Chunk length and kernel options by the key size and the dtype of q. Nothing else chooses."""
+    for products, largest, chunk, table in _CONFIGS:
+        if products == _PRODUCTS[dtype] and largest >= K:
             return chunk, table
     raise NotImplementedError(f"dplr: K must be at most {_CONFIGS[-1][1]} on a GPU, got {K}")
 
 
-def _chunk_size(K: int, size: int, on_gpu: bool) -> int:
-    return _config(K, size)[0] if on_gpu else 32
+def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
+    return _config(K, dtype)[0] if on_gpu else 32
+
+
+def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of what a call on a GPU keeps: operands of products, and of products with what the inverse makes.
+
+    The latter are float32 where the keys are few enough that there is room.
+    """
+    dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
+    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
 
 
 def _power(x: int) -> int:
@@ -1544,12 +1618,13 @@ def _shared_memory(device: int) -> int:
 
 def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Compile-time values shared by the kernels, and each kernel's own."""
-    K, size = q.shape[3], q.element_size()
-    C, table = _config(K, size)
+    K = q.shape[3]
+    C, table = _config(K, q.dtype)
+    stored = _stored(K, q.dtype)
+    size = stored["dot"].itemsize
     if q.is_cuda:
         _check_products(q)
     wide = q.dtype == torch.float32
-    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1561,8 +1636,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "UNIT_K": _unit(K),
         "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
-        "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
-        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
+        "DOT": tl.bfloat16 if size == 2 else tl.float32,
+        "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
+        "FINE": stored["fine"] != stored["dot"],
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1583,11 +1659,11 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
+            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
-        if registers and torch.version.hip is None:
-            own[key]["maxnreg"] = registers
+        if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
+            own[key]["maxnreg"] = registers or 255
     return shared, own
 
 
@@ -1663,25 +1739,24 @@ def _forward_triton(
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
     q, k, v, a, b, g, = (_readable(x, C) for x in (q, k, v, a, b, g,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    Abk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=summed)
-    W = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    E = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"]) if save else none
+    Abk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
+    U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    W = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
+    x5 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    Aqa = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1791,8 +1866,7 @@ def _backward_triton(
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
     q, k, v, a, b, g, = (_readable(x, C) for x in (q, k, v, a, b, g,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
@@ -1808,13 +1882,13 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 32 > 0, packed)
     with _on(q):
         if needs & 127:
-            U = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x30 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            W = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            x30 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1848,8 +1922,8 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x5 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            x5 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_scan,
                 N * HV * -(-V // own["backward.scan"]["BV"]),
@@ -1878,8 +1952,8 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x31 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            x31 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
                 N * HV * -(-V // own["backward.reverse"]["BV"]),
@@ -1908,13 +1982,13 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x6 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x6 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             x18 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAbk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             x41 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x45 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x45 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x74 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
@@ -2185,7 +2259,7 @@ def _forward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     like, like_v = q.new_empty((0,), dtype=dtype), v
@@ -2323,7 +2397,7 @@ def _backward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     given = (q, k, v, a, b, g,)
@@ -2753,7 +2827,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor g, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor g"
-_SAVED = 4
+_SAVED = ("dot", "dot", "fine", "dot", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:
@@ -2775,14 +2849,14 @@ def _forward_fake(
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     cpu = q.device.type == "cpu"
-    C = _chunk_size(K, q.element_size(), not cpu)
+    C = _chunk_size(K, q.dtype, not cpu)
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
-    kept = state if cpu else q.dtype
+    stored = {} if cpu else _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     saved = (B, NT, HV, C, C) if save else (0,)
     final = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=state)
     o = v.new_empty(v.shape)
-    return (o, final, *(q.new_empty(saved, dtype=kept) for _ in range(_SAVED)))
+    return (o, final, *(q.new_empty(saved, dtype=stored.get(x, state)) for x in _SAVED))
 
 
 def _backward_fake(do, dht, *args) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -2852,10 +2926,10 @@ def _register() -> tuple[Any, ...]:
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
     if not hasattr(space, forward):
         library = torch.library.Library("dplrgen", "FRAGMENT")
-        results = ", ".join(["Tensor"] * (2 + _SAVED))
+        results = ", ".join(["Tensor"] * (2 + len(_SAVED)))
         library.define(f"{forward}({_TENSORS}, float scale, bool output_final_state, bool save) -> ({results})")
         results = ", ".join(["Tensor"] * (len(_STREAMS) + 1))
-        kept = "".join(f", Tensor saved_{i}" for i in range(_SAVED))
+        kept = "".join(f", Tensor saved_{i}" for i in range(len(_SAVED)))
         library.define(
             f"{backward}(Tensor? do, Tensor? dht, {_TENSORS}{kept}, float scale, int needs) -> ({results})"
         )
@@ -2924,7 +2998,7 @@ def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str,
     if device.type == "cuda":
         if triton is None:
             raise NotImplementedError("CUDA tensors need triton, which is not installed")
-        _config(sizes["K"], q.element_size())
+        _config(sizes["K"], q.dtype)
     return sizes
 
 
@@ -2939,7 +3013,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def _check_products(q: Tensor) -> None:
-    """Refuse a GPU without matrix units for bfloat16, in which decays are summed and states multiplied."""
+    """Refuse a GPU without matrix units for bfloat16, in which decays are summed."""
     if torch.version.hip is None and not torch.compiler.is_compiling():
         major, minor = _capability(q.device.index)
         if major < 8:
@@ -3085,7 +3159,7 @@ def dplr(
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     chunks = sequences = None
     if cu_seqlens is not None:
-        C = _chunk_size(K, q.element_size(), q.device.type != "cpu")
+        C = _chunk_size(K, q.dtype, q.device.type != "cpu")
         chunks, sequences = _packing(cu_seqlens, q.shape[1], C)
     o, final_state, *_ = _FORWARD_OP(
         q, k, v, a, b, g, initial_state, chunks, sequences, factor, output_final_state, save

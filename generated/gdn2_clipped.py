@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program d2d7baab:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 0e3d4cb9:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped", "gdn2_clipped_step"]
 
-_NAME = "gdn2_clipped_d2d7baab"
+_NAME = "gdn2_clipped_0e3d4cb9"
 
 
 #: What kernels are not compiled anew for.
@@ -98,6 +98,31 @@ def _jit(function: Any) -> Any:
 def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x @ y in the products' dtype, accumulated in float32."""
     return tl.dot(x.to(DOT), y.to(DOT), input_precision=PRECISION)
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
+    x_high, y_high = x.to(DOT), y.to(DOT)
+    out = tl.dot(x_high, y_high, input_precision=PRECISION)
+    if FINE and X:
+        out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
+    if FINE and Y:
+        out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
+    return out
+
+
+@_jit
+def _in_range(x, SCALED: tl.constexpr):
+    """x over a power of two, and the power: if SCALED, what brings the largest element into [2^14, 2^15), else 1."""
+    if SCALED:
+        exponent = (tl.max(tl.abs(x)).to(tl.int32, bitcast=True) >> 23) & 255
+        exponent = tl.minimum(tl.maximum(exponent, 15), 254)  # so that both powers are finite
+        unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        out = x * ((268 - exponent) << 23).to(tl.float32, bitcast=True), unit
+    else:
+        out = x, 1.0
+    return out
 
 
 @_jit
@@ -365,7 +390,8 @@ def _forward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -467,41 +493,41 @@ def _forward_prepare(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            left_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            right_2_16 = (operand_0_16 * decay_16).to(DOT)
-            x33_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
-            M3_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            left_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            right_2_16 = (operand_0_16 * decay_16).to(TREE)
+            x33_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            M3_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        right_2_16 = (operand_0_16 * decay_right_16).to(DOT)
-        x33_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        M3_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
+        left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        right_2_16 = (operand_0_16 * decay_right_16).to(TREE)
+        x33_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        M3_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
         x33 += _from_blocks(x33_16, C)
         M3 += _from_blocks(M3_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), x26, FLOAT_PARTS))
             edge = _edge(row, level)
-            left_0 = (k * decay).to(DOT)
-            right_1 = (j * decay).to(DOT)
-            right_2 = (k * decay).to(DOT)
-            x33 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
-            M3 += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+            left_0 = (k * decay).to(TREE)
+            right_1 = (j * decay).to(TREE)
+            right_2 = (k * decay).to(TREE)
+            x33 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            M3 += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, FLOAT_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (k * decay_left).to(DOT)
-            right_1 = (j * decay_right).to(DOT)
-            right_2 = (k * decay_right).to(DOT)
-            x33 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-            M3 += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
+            left_0 = (k * decay_left).to(TREE)
+            right_1 = (j * decay_right).to(TREE)
+            right_2 = (k * decay_right).to(TREE)
+            x33 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            M3 += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
         # x42 = sum[all](x26)
         x42 = tl.sum(x26, 0)
         # Gc = exp(x42)
@@ -546,7 +572,7 @@ def _forward_prepare(
         # x27 = sum[to](min(g, x25))
         x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), FLOAT_PARTS)
         # x37 = x35 @ (k * exp(x27))
-        x37 = _dot(x35, (k * tl.exp(x27)), RANGE, PRECISION)
+        x37 = _dot_fine(x35, (k * tl.exp(x27)), DOT, PRECISION, FINE, True, False)
         _store_rows(x37_out + tile * C * K, x37, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -558,7 +584,7 @@ def _forward_prepare(
         # x34 = Abk @ x30
         x34 = _dot(Abk, x30, DOT, PRECISION)
         # U = E @ x34
-        U = _dot(E, x34, DOT, PRECISION)
+        U = _dot_fine(E, x34, DOT, PRECISION, FINE, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -607,7 +633,8 @@ def _forward_prepare_1(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -706,41 +733,41 @@ def _forward_prepare_1(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            left_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            right_2_16 = (operand_2_16 * decay_16).to(DOT)
-            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            left_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            right_2_16 = (operand_2_16 * decay_16).to(TREE)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        right_2_16 = (operand_2_16 * decay_right_16).to(DOT)
-        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
+        left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        right_2_16 = (operand_2_16 * decay_right_16).to(TREE)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
         Aqk += _from_blocks(Aqk_16, C)
         Aqa += _from_blocks(Aqa_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), x26, FLOAT_PARTS))
             edge = _edge(row, level)
-            left_0 = (x * decay).to(DOT)
-            right_1 = (k * decay).to(DOT)
-            right_2 = (j * decay).to(DOT)
-            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+            left_0 = (x * decay).to(TREE)
+            right_1 = (k * decay).to(TREE)
+            right_2 = (j * decay).to(TREE)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, FLOAT_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (x * decay_left).to(DOT)
-            right_1 = (k * decay_right).to(DOT)
-            right_2 = (j * decay_right).to(DOT)
-            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-            Aqa += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
+            left_0 = (x * decay_left).to(TREE)
+            right_1 = (k * decay_right).to(TREE)
+            right_2 = (j * decay_right).to(TREE)
+            Aqk += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            Aqa += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
         # x27 = sum[to](x26)
         x27 = _sums(_keep_to(row), x26, FLOAT_PARTS)
         # QL = x * exp(x27)
@@ -787,7 +814,8 @@ def _forward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -833,16 +861,16 @@ def _forward_scan(
         tile = (chunk_first + chunk) * HV + head_v
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x29 = QL @ S
-        x29 = _dot(QL, S, RANGE, PRECISION)
+        x29 = _dot(QL, S, DOT, PRECISION)
         x37 = _load_rows(x37_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x38 = x37 @ S
-        x38 = _dot(x37, S, RANGE, PRECISION)
+        x38 = _dot(x37, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x39 = U + x38
         x39 = U + x38
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x40 = Aqa @ x39
-        x40 = _dot(Aqa, x39, DOT, PRECISION)
+        x40 = _dot_fine(Aqa, x39, DOT, PRECISION, FINE, False, True)
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x29 + x31) + -x40
         o = (x29 + x31) + (-x40)
@@ -854,7 +882,7 @@ def _forward_scan(
         x46 = _dot(tl.trans(KT), x30, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x48 = AT^T @ x39
-        x48 = _dot(tl.trans(AT), x39, DOT, PRECISION)
+        x48 = _dot_fine(tl.trans(AT), x39, DOT, PRECISION, FINE, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x46) + -x48
         S_next = ((S * Gc[:, None]) + x46) + (-x48)
@@ -923,7 +951,8 @@ def _backward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -976,7 +1005,7 @@ def _backward_prepare(
         # x2 = Abk @ x
         x2 = _dot(Abk, x, DOT, PRECISION)
         # U = E @ x2
-        U = _dot(E, x2, DOT, PRECISION)
+        U = _dot_fine(E, x2, DOT, PRECISION, FINE, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x57 = Aqa^T @ do
@@ -1035,7 +1064,7 @@ def _backward_prepare(
         # x30 = exp(x29)
         x30 = tl.exp(x29)
         # x32 = x3 @ (k * x30)
-        x32 = _dot(x3, (k * x30), RANGE, PRECISION)
+        x32 = _dot_fine(x3, (k * x30), DOT, PRECISION, FINE, True, False)
         _store_rows(x32_out + tile * C * K, x32, row, col_k, K, C, K, K % BK == 0)
         # x48 = sum[after](x28)
         x48 = _sums(_keep_after(row), x28, FLOAT_PARTS)
@@ -1085,7 +1114,8 @@ def _backward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1132,7 +1162,7 @@ def _backward_scan(
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x33 = x32 @ S
-        x33 = _dot(x32, S, RANGE, PRECISION)
+        x33 = _dot(x32, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x34 = U + x33
         x34 = U + x33
@@ -1143,7 +1173,7 @@ def _backward_scan(
         x165 = _dot(tl.trans(KT), x, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x167 = AT^T @ x34
-        x167 = _dot(tl.trans(AT), x34, DOT, PRECISION)
+        x167 = _dot_fine(tl.trans(AT), x34, DOT, PRECISION, FINE, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x165) + -x167
         S_next = ((S * Gc[:, None]) + x165) + (-x167)
@@ -1182,7 +1212,8 @@ def _backward_reverse(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1229,18 +1260,18 @@ def _backward_reverse(
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x55 = AT @ dS
-        x55 = _dot(AT, dS, RANGE, PRECISION)
+        x55 = _dot(AT, dS, DOT, PRECISION)
         x58 = _load_rows(x58_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x59 = -x55 + x58
         x59 = (-x55) + x58
         _store_rows(x59_out + tile * C * V, x59, row, col_v, V, C, V, V % BV == 0)
         x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x170 = x32^T @ x59
-        x170 = _dot(tl.trans(x32), x59, RANGE, PRECISION)
+        x170 = _dot(tl.trans(x32), x59, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x172 = QL^T @ do
-        x172 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x172 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dS_prev = ((dS * Gc) + x170) + x172
         dS_prev = ((dS * Gc[:, None]) + x170) + x172
@@ -1310,7 +1341,8 @@ def _backward_finish(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1342,7 +1374,7 @@ def _backward_finish(
     x3 = E * eta[None, :]
     M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
     # x155 = x3 @ M3
-    x155 = _dot(x3, M3, DOT, PRECISION)
+    x155 = _dot_fine(x3, M3, DOT, PRECISION, FINE, True, False)
     x35 = tl.zeros([C, C, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
@@ -1361,7 +1393,7 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x35 = do @ x34^T
-        x35 += _dot(do, tl.trans(x34), DOT, PRECISION)
+        x35 += _dot_fine(do, tl.trans(x34), DOT, PRECISION, FINE, False, True)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x = eta * v
         x = eta[:, None] * v
@@ -1369,27 +1401,27 @@ def _backward_finish(
         dAqk += _dot(do, tl.trans(x), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
+        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = x @ dS^T
-        dKT += _dot(x, tl.trans(dS), RANGE, PRECISION)
+        dKT += _dot(x, tl.trans(dS), DOT, PRECISION)
         x59 = _load_rows(x59_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x60 = E^T @ x59
-        x60 = _dot(tl.trans(E), x59, DOT, PRECISION)
+        x60 = _dot_fine(tl.trans(E), x59, DOT, PRECISION, FINE, True, True)
         # dAbk = x60 @ x^T
-        dAbk += _dot(x60, tl.trans(x), DOT, PRECISION)
+        dAbk += _dot_fine(x60, tl.trans(x), DOT, PRECISION, FINE, True, False)
         # x65 = x60 @ x34^T
-        x65 += _dot(x60, tl.trans(x34), DOT, PRECISION)
+        x65 += _dot_fine(x60, tl.trans(x34), DOT, PRECISION, FINE, True, True)
         # dBL = x60 @ S^T
-        dBL += _dot(x60, tl.trans(S), RANGE, PRECISION)
+        dBL += _dot_fine(x60, tl.trans(S), DOT, PRECISION, FINE, True, False)
         # x85 = x34 @ dS^T
-        x85 += _dot(x34, tl.trans(dS), RANGE, PRECISION)
+        x85 += _dot_fine(x34, tl.trans(dS), DOT, PRECISION, FINE, True, False)
         # x92 = dS * S
         x92 = dS * S
         # dGc = sum_V(x92)
         dGc += tl.sum(x92, 1)
         # x154 = KT @ dS
-        x154 = _dot(KT, dS, RANGE, PRECISION)
+        x154 = _dot(KT, dS, DOT, PRECISION)
         # x156 = x155^T @ x59
         x156 = _dot(tl.trans(x155), x59, DOT, PRECISION)
         # x158 = Aqk^T @ do
@@ -1514,7 +1546,8 @@ def _backward_finish_1(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1633,10 +1666,14 @@ def _backward_finish_1(
         operand_1_16 = _blocks(j, C, BK)
         operand_2_16 = _blocks(x51, C, BK)
         operand_3_16 = _blocks(x4, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqk, C)
-        cotangent_1_16 = _diagonal_blocks(x35, C)
-        cotangent_2_16 = _diagonal_blocks(dAbk, C)
-        cotangent_3_16 = _diagonal_blocks(x65, C)
+        cotangent_0, cotangent_0_unit = _in_range(dAqk, TREE != DOT)
+        cotangent_0_16 = _diagonal_blocks(cotangent_0, C)
+        cotangent_1, cotangent_1_unit = _in_range(x35, TREE != DOT)
+        cotangent_1_16 = _diagonal_blocks(cotangent_1, C)
+        cotangent_2, cotangent_2_unit = _in_range(dAbk, TREE != DOT)
+        cotangent_2_16 = _diagonal_blocks(cotangent_2, C)
+        cotangent_3, cotangent_3_unit = _in_range(x65, TREE != DOT)
+        cotangent_3_16 = _diagonal_blocks(cotangent_3, C)
         x44_16 = _block_zeros(C, BK)
         x68_16 = _block_zeros(C, BK)
         x62_16 = _block_zeros(C, BK)
@@ -1645,39 +1682,39 @@ def _backward_finish_1(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            right_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            left_2_16 = (operand_2_16 * decay_16).to(DOT)
-            left_3_16 = (operand_3_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-            x44_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x44_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
-            x68_16 += decay_16 * _dot(cotangent_2_edge_16, right_0_16, DOT, PRECISION)
-            x68_16 -= decay_16 * _dot(cotangent_3_edge_16, right_1_16, DOT, PRECISION)
-            x62_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x62_16 += decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-            x77_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x77_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            right_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            left_2_16 = (operand_2_16 * decay_16).to(TREE)
+            left_3_16 = (operand_3_16 * decay_16).to(TREE)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(TREE)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(TREE)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(TREE)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(TREE)
+            x44_16 += decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
+            x44_16 -= decay_16 * (cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION))
+            x68_16 += decay_16 * (cotangent_2_unit * _dot(cotangent_2_edge_16, right_0_16, TREE, PRECISION))
+            x68_16 -= decay_16 * (cotangent_3_unit * _dot(cotangent_3_edge_16, right_1_16, TREE, PRECISION))
+            x62_16 += decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+            x62_16 += decay_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+            x77_16 += decay_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+            x77_16 += decay_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-        left_3_16 = (operand_3_16 * decay_left_16).to(DOT)
-        x44_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x44_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
-        x68_16 += decay_left_16 * _dot(cotangent_2_16, right_0_16, DOT, PRECISION)
-        x68_16 -= decay_left_16 * _dot(cotangent_3_16, right_1_16, DOT, PRECISION)
-        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x62_16 += decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x77_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        right_0_16 = (operand_0_16 * decay_right_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        left_2_16 = (operand_2_16 * decay_left_16).to(TREE)
+        left_3_16 = (operand_3_16 * decay_left_16).to(TREE)
+        x44_16 += decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
+        x44_16 -= decay_left_16 * (cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION))
+        x68_16 += decay_left_16 * (cotangent_2_unit * _dot(cotangent_2_16, right_0_16, TREE, PRECISION))
+        x68_16 -= decay_left_16 * (cotangent_3_unit * _dot(cotangent_3_16, right_1_16, TREE, PRECISION))
+        x62_16 += decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+        x62_16 += decay_right_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+        x77_16 += decay_right_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+        x77_16 += decay_right_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
         x44 += tl.reshape(x44_16, [C, BK])
         x68 += tl.reshape(x68_16, [C, BK])
         x62 += tl.reshape(x62_16, [C, BK])
@@ -1685,39 +1722,39 @@ def _backward_finish_1(
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), x28, FLOAT_PARTS))
             edge = _edge(row, level)
-            right_0 = (k * decay).to(DOT)
-            right_1 = (j * decay).to(DOT)
-            left_2 = (x51 * decay).to(DOT)
-            left_3 = (x4 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, x35, 0.0).to(DOT)
-            cotangent_2_edge = tl.where(edge, dAbk, 0.0).to(DOT)
-            cotangent_3_edge = tl.where(edge, x65, 0.0).to(DOT)
-            x44 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x44 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
-            x68 += decay * _dot(cotangent_2_edge, right_0, DOT, PRECISION)
-            x68 -= decay * _dot(cotangent_3_edge, right_1, DOT, PRECISION)
-            x62 += decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
-            x62 += decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
-            x77 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
-            x77 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+            right_0 = (k * decay).to(TREE)
+            right_1 = (j * decay).to(TREE)
+            left_2 = (x51 * decay).to(TREE)
+            left_3 = (x4 * decay).to(TREE)
+            cotangent_0_edge = tl.where(edge, cotangent_0, 0.0).to(TREE)
+            cotangent_1_edge = tl.where(edge, cotangent_1, 0.0).to(TREE)
+            cotangent_2_edge = tl.where(edge, cotangent_2, 0.0).to(TREE)
+            cotangent_3_edge = tl.where(edge, cotangent_3, 0.0).to(TREE)
+            x44 += decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
+            x44 -= decay * (cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION))
+            x68 += decay * (cotangent_2_unit * _dot(cotangent_2_edge, right_0, TREE, PRECISION))
+            x68 -= decay * (cotangent_3_unit * _dot(cotangent_3_edge, right_1, TREE, PRECISION))
+            x62 += decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION))
+            x62 += decay * (cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION))
+            x77 += decay * (cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION))
+            x77 += decay * (cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION))
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x28, FLOAT_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            right_0 = (k * decay_right).to(DOT)
-            right_1 = (j * decay_right).to(DOT)
-            left_2 = (x51 * decay_left).to(DOT)
-            left_3 = (x4 * decay_left).to(DOT)
-            x44 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
-            x44 -= decay_left * _dot(x35, right_1, DOT, PRECISION)
-            x68 += decay_left * _dot(dAbk, right_0, DOT, PRECISION)
-            x68 -= decay_left * _dot(x65, right_1, DOT, PRECISION)
-            x62 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
-            x62 += decay_right * _dot(tl.trans(dAbk), left_3, DOT, PRECISION)
-            x77 += decay_right * _dot(tl.trans(x35), left_2, DOT, PRECISION)
-            x77 += decay_right * _dot(tl.trans(x65), left_3, DOT, PRECISION)
+            right_0 = (k * decay_right).to(TREE)
+            right_1 = (j * decay_right).to(TREE)
+            left_2 = (x51 * decay_left).to(TREE)
+            left_3 = (x4 * decay_left).to(TREE)
+            x44 += decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
+            x44 -= decay_left * (cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION))
+            x68 += decay_left * (cotangent_2_unit * _dot(cotangent_2, right_0, TREE, PRECISION))
+            x68 -= decay_left * (cotangent_3_unit * _dot(cotangent_3, right_1, TREE, PRECISION))
+            x62 += decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION))
+            x62 += decay_right * (cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION))
+            x77 += decay_right * (cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION))
+            x77 += decay_right * (cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION))
         _store_rows(x68_out + tile * C * K, x68, row, col_k, K, C, K, K % BK == 0)
         x46 = _load_rows(x46_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x36 * j) + (x38 * k)) + x44) + x46) * scale
@@ -1791,7 +1828,8 @@ def _backward_finish_2(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1951,11 +1989,13 @@ def _backward_finish_2(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
+#: What products are made in, by the dtype of the inputs: float16 ones in TF32, which has its precision and float32's range.
+_PRODUCTS = {torch.bfloat16: "bfloat16", torch.float16: "tf32", torch.float32: "ieee"}
+#: (products, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers, 0 for 255) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
-        2,
+        "bfloat16",
         128,
         64,
         {
@@ -1969,7 +2009,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        2,
+        "bfloat16",
         256,
         32,
         {
@@ -1983,7 +2023,35 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        4,
+        "tf32",
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
+            "finish_2": (32, 64, 4, 1, 0),
+        },
+    ),
+    (
+        "tf32",
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 8, 3, 0),
+            "reverse": (0, 32, 8, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 32, 8, 1, 0),
+            "finish_2": (32, 32, 4, 1, 0),
+        },
+    ),
+    (
+        "ieee",
         256,
         16,
         {
@@ -2008,16 +2076,25 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
-    """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
-    for element, largest, chunk, table in _CONFIGS:
-        if size == element and largest >= K:
+def _config(K: int, dtype: torch.dtype) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
+    """Chunk length and kernel options by the key size and the dtype of q. Nothing else chooses."""
+    for products, largest, chunk, table in _CONFIGS:
+        if products == _PRODUCTS[dtype] and largest >= K:
             return chunk, table
     raise NotImplementedError(f"gdn2_clipped: K must be at most {_CONFIGS[-1][1]} on a GPU, got {K}")
 
 
-def _chunk_size(K: int, size: int, on_gpu: bool) -> int:
-    return _config(K, size)[0] if on_gpu else 32
+def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
+    return _config(K, dtype)[0] if on_gpu else 32
+
+
+def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of what a call on a GPU keeps: operands of products, and of products with what the inverse makes.
+
+    The latter are float32 where the keys are few enough that there is room.
+    """
+    dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
+    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
 
 
 def _power(x: int) -> int:
@@ -2042,12 +2119,13 @@ def _shared_memory(device: int) -> int:
 
 def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Compile-time values shared by the kernels, and each kernel's own."""
-    K, size = q.shape[3], q.element_size()
-    C, table = _config(K, size)
+    K = q.shape[3]
+    C, table = _config(K, q.dtype)
+    stored = _stored(K, q.dtype)
+    size = stored["dot"].itemsize
     if q.is_cuda:
         _check_products(q)
     wide = q.dtype == torch.float32
-    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -2059,8 +2137,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "UNIT_K": _unit(K),
         "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
-        "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
-        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
+        "DOT": tl.bfloat16 if size == 2 else tl.float32,
+        "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
+        "FINE": stored["fine"] != stored["dot"],
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -2081,11 +2160,11 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
+            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
-        if registers and torch.version.hip is None:
-            own[key]["maxnreg"] = registers
+        if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
+            own[key]["maxnreg"] = registers or 255
     return shared, own
 
 
@@ -2161,26 +2240,25 @@ def _forward_triton(
     shared, own = _setting(q, (g, eta, ), V)
     C = shared["C"]
     q, k, j, v, g, eta, = (_readable(x, C) for x in (q, k, j, v, g, eta,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    x30 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    M3 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=summed)
-    x37 = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    x30 = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
+    E = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"]) if save else none
+    M3 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
+    U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    x37 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x31 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
+    x31 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    Aqa = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
     with _on(q):
         _launch(
             _forward_prepare,
@@ -2292,8 +2370,7 @@ def _backward_triton(
     shared, own = _setting(q, (g, eta, ), V)
     C = shared["C"]
     q, k, j, v, g, eta, = (_readable(x, C) for x in (q, k, j, v, g, eta,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
@@ -2309,14 +2386,14 @@ def _backward_triton(
     deta = _gradient(eta, HV, needs & 32 > 0, packed)
     with _on(q):
         if needs & 127:
-            x = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            U = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            x32 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x58 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+            x = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
+            U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x32 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            x58 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -2351,8 +2428,8 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            x34 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_scan,
                 N * HV * -(-V // own["backward.scan"]["BV"]),
@@ -2381,8 +2458,8 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x59 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            x59 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
                 N * HV * -(-V // own["backward.reverse"]["BV"]),
@@ -2411,12 +2488,12 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x35 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x35 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             x46 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x50 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAbk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x65 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAbk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            x65 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             x69 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x86 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x94 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -2732,7 +2809,7 @@ def _forward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     like, like_v = q.new_empty((0,), dtype=dtype), v
@@ -2924,7 +3001,7 @@ def _backward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     given = (q, k, j, v, g, eta,)
@@ -3482,7 +3559,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor j, Tensor v, Tensor g, Tensor eta, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor j, Tensor v, Tensor g, Tensor eta"
-_SAVED = 4
+_SAVED = ("dot", "dot", "fine", "dot", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:
@@ -3504,14 +3581,14 @@ def _forward_fake(
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     cpu = q.device.type == "cpu"
-    C = _chunk_size(K, q.element_size(), not cpu)
+    C = _chunk_size(K, q.dtype, not cpu)
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
-    kept = state if cpu else q.dtype
+    stored = {} if cpu else _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     saved = (B, NT, HV, C, C) if save else (0,)
     final = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=state)
     o = v.new_empty(v.shape)
-    return (o, final, *(q.new_empty(saved, dtype=kept) for _ in range(_SAVED)))
+    return (o, final, *(q.new_empty(saved, dtype=stored.get(x, state)) for x in _SAVED))
 
 
 def _backward_fake(do, dht, *args) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -3581,10 +3658,10 @@ def _register() -> tuple[Any, ...]:
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
     if not hasattr(space, forward):
         library = torch.library.Library("dplrgen", "FRAGMENT")
-        results = ", ".join(["Tensor"] * (2 + _SAVED))
+        results = ", ".join(["Tensor"] * (2 + len(_SAVED)))
         library.define(f"{forward}({_TENSORS}, float scale, bool output_final_state, bool save) -> ({results})")
         results = ", ".join(["Tensor"] * (len(_STREAMS) + 1))
-        kept = "".join(f", Tensor saved_{i}" for i in range(_SAVED))
+        kept = "".join(f", Tensor saved_{i}" for i in range(len(_SAVED)))
         library.define(
             f"{backward}(Tensor? do, Tensor? dht, {_TENSORS}{kept}, float scale, int needs) -> ({results})"
         )
@@ -3653,7 +3730,7 @@ def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str,
     if device.type == "cuda":
         if triton is None:
             raise NotImplementedError("CUDA tensors need triton, which is not installed")
-        _config(sizes["K"], q.element_size())
+        _config(sizes["K"], q.dtype)
     return sizes
 
 
@@ -3668,7 +3745,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def _check_products(q: Tensor) -> None:
-    """Refuse a GPU without matrix units for bfloat16, in which decays are summed and states multiplied."""
+    """Refuse a GPU without matrix units for bfloat16, in which decays are summed."""
     if torch.version.hip is None and not torch.compiler.is_compiling():
         major, minor = _capability(q.device.index)
         if major < 8:
@@ -3814,7 +3891,7 @@ def gdn2_clipped(
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     chunks = sequences = None
     if cu_seqlens is not None:
-        C = _chunk_size(K, q.element_size(), q.device.type != "cpu")
+        C = _chunk_size(K, q.dtype, q.device.type != "cpu")
         chunks, sequences = _packing(cu_seqlens, q.shape[1], C)
     o, final_state, *_ = _FORWARD_OP(
         q, k, j, v, g, eta, initial_state, chunks, sequences, factor, output_final_state, save

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 392ad2df:
+# gated linear attention, one decay a channel, program e165b681:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_392ad2df"
+_NAME = "gla_e165b681"
 
 
 #: What kernels are not compiled anew for.
@@ -86,6 +86,31 @@ def _jit(function: Any) -> Any:
 def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x @ y in the products' dtype, accumulated in float32."""
     return tl.dot(x.to(DOT), y.to(DOT), input_precision=PRECISION)
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
+    x_high, y_high = x.to(DOT), y.to(DOT)
+    out = tl.dot(x_high, y_high, input_precision=PRECISION)
+    if FINE and X:
+        out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
+    if FINE and Y:
+        out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
+    return out
+
+
+@_jit
+def _in_range(x, SCALED: tl.constexpr):
+    """x over a power of two, and the power: if SCALED, what brings the largest element into [2^14, 2^15), else 1."""
+    if SCALED:
+        exponent = (tl.max(tl.abs(x)).to(tl.int32, bitcast=True) >> 23) & 255
+        exponent = tl.minimum(tl.maximum(exponent, 15), 254)  # so that both powers are finite
+        unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        out = x * ((268 - exponent) << 23).to(tl.float32, bitcast=True), unit
+    else:
+        out = x, 1.0
+    return out
 
 
 @_jit
@@ -346,7 +371,8 @@ def _forward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -388,32 +414,32 @@ def _forward_prepare(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            left_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            left_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
         Aqk += _from_blocks(Aqk_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (x * decay).to(DOT)
-            right_1 = (k * decay).to(DOT)
-            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            left_0 = (x * decay).to(TREE)
+            right_1 = (k * decay).to(TREE)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (x * decay_left).to(DOT)
-            right_1 = (k * decay_right).to(DOT)
-            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            left_0 = (x * decay_left).to(TREE)
+            right_1 = (k * decay_right).to(TREE)
+            Aqk += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
         # QL = x * exp(x2)
@@ -468,7 +494,8 @@ def _forward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -514,7 +541,7 @@ def _forward_scan(
         tile = (chunk_first + chunk) * HV + head_v
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
-        x4 = _dot(QL, S, RANGE, PRECISION)
+        x4 = _dot(QL, S, DOT, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = x4 + x5
         o = x4 + x5
@@ -568,7 +595,8 @@ def _backward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -641,7 +669,8 @@ def _backward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -724,7 +753,8 @@ def _backward_reverse(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -772,7 +802,7 @@ def _backward_reverse(
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x33 = QL^T @ do
-        x33 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x33 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dS_prev = (dS * Gc) + x33
         dS_prev = (dS * Gc[:, None]) + x33
@@ -820,7 +850,8 @@ def _backward_finish(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -861,12 +892,12 @@ def _backward_finish(
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
+        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
-        dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
+        dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
         # x16 = KT @ dS
-        x16 = _dot(KT, dS, RANGE, PRECISION)
+        x16 = _dot(KT, dS, DOT, PRECISION)
         # x17 = Aqk^T @ do
         x17 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = x16 + x17
@@ -931,7 +962,8 @@ def _backward_finish_1(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -973,46 +1005,47 @@ def _backward_finish_1(
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(x12, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqk, C)
+        cotangent_0, cotangent_0_unit = _in_range(dAqk, TREE != DOT)
+        cotangent_0_16 = _diagonal_blocks(cotangent_0, C)
         x_16 = _block_zeros(C, BK)
         x13_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            right_0_16 = (operand_0_16 * decay_16).to(DOT)
-            left_1_16 = (operand_1_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            x_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x13_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
+            right_0_16 = (operand_0_16 * decay_16).to(TREE)
+            left_1_16 = (operand_1_16 * decay_16).to(TREE)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(TREE)
+            x_16 += decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
+            x13_16 += decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, TREE, PRECISION))
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
-        left_1_16 = (operand_1_16 * decay_left_16).to(DOT)
-        x_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x13_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
+        right_0_16 = (operand_0_16 * decay_right_16).to(TREE)
+        left_1_16 = (operand_1_16 * decay_left_16).to(TREE)
+        x_16 += decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
+        x13_16 += decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, TREE, PRECISION))
         x += tl.reshape(x_16, [C, BK])
         x13 += tl.reshape(x13_16, [C, BK])
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            right_0 = (k * decay).to(DOT)
-            left_1 = (x12 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            x += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x13 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
+            right_0 = (k * decay).to(TREE)
+            left_1 = (x12 * decay).to(TREE)
+            cotangent_0_edge = tl.where(edge, cotangent_0, 0.0).to(TREE)
+            x += decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
+            x13 += decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_1, TREE, PRECISION))
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            right_0 = (k * decay_right).to(DOT)
-            left_1 = (x12 * decay_left).to(DOT)
-            x += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
-            x13 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
+            right_0 = (k * decay_right).to(TREE)
+            left_1 = (x12 * decay_left).to(TREE)
+            x += decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
+            x13 += decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_1, TREE, PRECISION))
         x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((x + (x2 * k)) + x7) * scale
         dq = ((x + (x2[:, None] * k)) + x7) * scale
@@ -1037,11 +1070,13 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
+#: What products are made in, by the dtype of the inputs: float16 ones in TF32, which has its precision and float32's range.
+_PRODUCTS = {torch.bfloat16: "bfloat16", torch.float16: "tf32", torch.float32: "ieee"}
+#: (products, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers, 0 for 255) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
-        2,
+        "bfloat16",
         128,
         64,
         {
@@ -1053,7 +1088,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        2,
+        "bfloat16",
         256,
         32,
         {
@@ -1065,7 +1100,31 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        4,
+        "tf32",
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
+        },
+    ),
+    (
+        "tf32",
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 8, 3, 0),
+            "reverse": (0, 32, 8, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 32, 8, 1, 0),
+        },
+    ),
+    (
+        "ieee",
         256,
         16,
         {
@@ -1088,16 +1147,25 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
-    """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
-    for element, largest, chunk, table in _CONFIGS:
-        if size == element and largest >= K:
+def _config(K: int, dtype: torch.dtype) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
+    """Chunk length and kernel options by the key size and the dtype of q. Nothing else chooses."""
+    for products, largest, chunk, table in _CONFIGS:
+        if products == _PRODUCTS[dtype] and largest >= K:
             return chunk, table
     raise NotImplementedError(f"gla: K must be at most {_CONFIGS[-1][1]} on a GPU, got {K}")
 
 
-def _chunk_size(K: int, size: int, on_gpu: bool) -> int:
-    return _config(K, size)[0] if on_gpu else 32
+def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
+    return _config(K, dtype)[0] if on_gpu else 32
+
+
+def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of what a call on a GPU keeps: operands of products, and of products with what the inverse makes.
+
+    The latter are float32 where the keys are few enough that there is room.
+    """
+    dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
+    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
 
 
 def _power(x: int) -> int:
@@ -1122,12 +1190,13 @@ def _shared_memory(device: int) -> int:
 
 def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Compile-time values shared by the kernels, and each kernel's own."""
-    K, size = q.shape[3], q.element_size()
-    C, table = _config(K, size)
+    K = q.shape[3]
+    C, table = _config(K, q.dtype)
+    stored = _stored(K, q.dtype)
+    size = stored["dot"].itemsize
     if q.is_cuda:
         _check_products(q)
     wide = q.dtype == torch.float32
-    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1139,8 +1208,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "UNIT_K": _unit(K),
         "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
-        "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
-        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
+        "DOT": tl.bfloat16 if size == 2 else tl.float32,
+        "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
+        "FINE": stored["fine"] != stored["dot"],
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1161,11 +1231,11 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
+            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
-        if registers and torch.version.hip is None:
-            own[key]["maxnreg"] = registers
+        if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
+            own[key]["maxnreg"] = registers or 255
     return shared, own
 
 
@@ -1239,19 +1309,18 @@ def _forward_triton(
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
     q, k, v, g, = (_readable(x, C) for x in (q, k, v, g,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
+    x5 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1325,8 +1394,7 @@ def _backward_triton(
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
     q, k, v, g, = (_readable(x, C) for x in (q, k, v, g,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
@@ -1340,9 +1408,9 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0, packed)
     with _on(q):
         if needs & 31:
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1365,7 +1433,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 15:
-            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_scan,
                 N * HV * -(-V // own["backward.scan"]["BV"]),
@@ -1390,7 +1458,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 31:
-            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
                 N * HV * -(-V // own["backward.reverse"]["BV"]),
@@ -1415,7 +1483,7 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 15:
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             x7 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x11 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x29 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -1665,7 +1733,7 @@ def _forward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     like, like_v = q.new_empty((0,), dtype=dtype), v
@@ -1761,7 +1829,7 @@ def _backward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     given = (q, k, v, g,)
@@ -2061,7 +2129,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor g"
-_SAVED = 1
+_SAVED = ("dot", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:
@@ -2083,14 +2151,14 @@ def _forward_fake(
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     cpu = q.device.type == "cpu"
-    C = _chunk_size(K, q.element_size(), not cpu)
+    C = _chunk_size(K, q.dtype, not cpu)
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
-    kept = state if cpu else q.dtype
+    stored = {} if cpu else _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     saved = (B, NT, HV, C, C) if save else (0,)
     final = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=state)
     o = v.new_empty(v.shape)
-    return (o, final, *(q.new_empty(saved, dtype=kept) for _ in range(_SAVED)))
+    return (o, final, *(q.new_empty(saved, dtype=stored.get(x, state)) for x in _SAVED))
 
 
 def _backward_fake(do, dht, *args) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -2160,10 +2228,10 @@ def _register() -> tuple[Any, ...]:
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
     if not hasattr(space, forward):
         library = torch.library.Library("dplrgen", "FRAGMENT")
-        results = ", ".join(["Tensor"] * (2 + _SAVED))
+        results = ", ".join(["Tensor"] * (2 + len(_SAVED)))
         library.define(f"{forward}({_TENSORS}, float scale, bool output_final_state, bool save) -> ({results})")
         results = ", ".join(["Tensor"] * (len(_STREAMS) + 1))
-        kept = "".join(f", Tensor saved_{i}" for i in range(_SAVED))
+        kept = "".join(f", Tensor saved_{i}" for i in range(len(_SAVED)))
         library.define(
             f"{backward}(Tensor? do, Tensor? dht, {_TENSORS}{kept}, float scale, int needs) -> ({results})"
         )
@@ -2232,7 +2300,7 @@ def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str,
     if device.type == "cuda":
         if triton is None:
             raise NotImplementedError("CUDA tensors need triton, which is not installed")
-        _config(sizes["K"], q.element_size())
+        _config(sizes["K"], q.dtype)
     return sizes
 
 
@@ -2247,7 +2315,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def _check_products(q: Tensor) -> None:
-    """Refuse a GPU without matrix units for bfloat16, in which decays are summed and states multiplied."""
+    """Refuse a GPU without matrix units for bfloat16, in which decays are summed."""
     if torch.version.hip is None and not torch.compiler.is_compiling():
         major, minor = _capability(q.device.index)
         if major < 8:
@@ -2389,7 +2457,7 @@ def gla(
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     chunks = sequences = None
     if cu_seqlens is not None:
-        C = _chunk_size(K, q.element_size(), q.device.type != "cpu")
+        C = _chunk_size(K, q.dtype, q.device.type != "cpu")
         chunks, sequences = _packing(cu_seqlens, q.shape[1], C)
     o, final_state, *_ = _FORWARD_OP(
         q, k, v, g, initial_state, chunks, sequences, factor, output_final_state, save

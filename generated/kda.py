@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program 6c10a2f4:
+# Kimi Delta Attention, program 556409ce:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda", "kda_step"]
 
-_NAME = "kda_6c10a2f4"
+_NAME = "kda_556409ce"
 
 
 #: What kernels are not compiled anew for.
@@ -92,6 +92,31 @@ def _jit(function: Any) -> Any:
 def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x @ y in the products' dtype, accumulated in float32."""
     return tl.dot(x.to(DOT), y.to(DOT), input_precision=PRECISION)
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
+    x_high, y_high = x.to(DOT), y.to(DOT)
+    out = tl.dot(x_high, y_high, input_precision=PRECISION)
+    if FINE and X:
+        out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
+    if FINE and Y:
+        out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
+    return out
+
+
+@_jit
+def _in_range(x, SCALED: tl.constexpr):
+    """x over a power of two, and the power: if SCALED, what brings the largest element into [2^14, 2^15), else 1."""
+    if SCALED:
+        exponent = (tl.max(tl.abs(x)).to(tl.int32, bitcast=True) >> 23) & 255
+        exponent = tl.minimum(tl.maximum(exponent, 15), 254)  # so that both powers are finite
+        unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        out = x * ((268 - exponent) << 23).to(tl.float32, bitcast=True), unit
+    else:
+        out = x, 1.0
+    return out
 
 
 @_jit
@@ -352,7 +377,8 @@ def _forward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -390,32 +416,32 @@ def _forward_prepare(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            left_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_0_16 * decay_16).to(DOT)
-            x2_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            left_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_0_16 * decay_16).to(TREE)
+            x2_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
-        right_1_16 = (operand_0_16 * decay_right_16).to(DOT)
-        x2_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
+        right_1_16 = (operand_0_16 * decay_right_16).to(TREE)
+        x2_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
         x2 += _from_blocks(x2_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (k * decay).to(DOT)
-            right_1 = (k * decay).to(DOT)
-            x2 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            left_0 = (k * decay).to(TREE)
+            right_1 = (k * decay).to(TREE)
+            x2 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (k * decay_left).to(DOT)
-            right_1 = (k * decay_right).to(DOT)
-            x2 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            left_0 = (k * decay_left).to(TREE)
+            right_1 = (k * decay_right).to(TREE)
+            x2 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
         # x13 = sum[after](g)
         x13 = _sums(_keep_after(row), g, GATE_PARTS)
         # KT = k * exp(x13)
@@ -441,14 +467,14 @@ def _forward_prepare(
         x5 = _sums(_keep_to(row), g, GATE_PARTS)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = x3 @ (k * exp(x5))
-        x8 = _dot(x3, (k * tl.exp(x5)), RANGE, PRECISION)
+        x8 = _dot_fine(x3, (k * tl.exp(x5)), DOT, PRECISION, FINE, True, False)
         _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x4 = x3 @ v
-        x4 = _dot(x3, v, DOT, PRECISION)
+        x4 = _dot_fine(x3, v, DOT, PRECISION, FINE, True, False)
         _store_rows(x4_out + tile * C * V, x4, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -483,7 +509,8 @@ def _forward_prepare_1(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -525,32 +552,32 @@ def _forward_prepare_1(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            left_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            left_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
+        left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
         Aqk += _from_blocks(Aqk_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (x * decay).to(DOT)
-            right_1 = (k * decay).to(DOT)
-            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
+            left_0 = (x * decay).to(TREE)
+            right_1 = (k * decay).to(TREE)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (x * decay_left).to(DOT)
-            right_1 = (k * decay_right).to(DOT)
-            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
+            left_0 = (x * decay_left).to(TREE)
+            right_1 = (k * decay_right).to(TREE)
+            Aqk += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
         # x5 = sum[to](g)
         x5 = _sums(_keep_to(row), g, GATE_PARTS)
         # QL = x * exp(x5)
@@ -585,7 +612,8 @@ def _forward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -631,23 +659,23 @@ def _forward_scan(
         tile = (chunk_first + chunk) * HV + head_v
         x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x9 = x8 @ S
-        x9 = _dot(x8, S, RANGE, PRECISION)
+        x9 = _dot(x8, S, DOT, PRECISION)
         x4 = _load_rows(x4_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x4 + -x9
         Vnew = x4 + (-x9)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x11 = Aqk @ Vnew
-        x11 = _dot(Aqk, Vnew, DOT, PRECISION)
+        x11 = _dot_fine(Aqk, Vnew, DOT, PRECISION, FINE, False, True)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x12 = QL @ S
-        x12 = _dot(QL, S, RANGE, PRECISION)
+        x12 = _dot(QL, S, DOT, PRECISION)
         # o = x11 + x12
         o = x11 + x12
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x15 = KT^T @ Vnew
-        x15 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        x15 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, FINE, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x15 + (S * Gc)
         S_next = x15 + (S * Gc[:, None])
@@ -709,7 +737,8 @@ def _backward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -747,7 +776,7 @@ def _backward_prepare(
         x2 = tl.exp(x)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x7 = x4 @ (k * x2)
-        x7 = _dot(x4, (k * x2), RANGE, PRECISION)
+        x7 = _dot_fine(x4, (k * x2), DOT, PRECISION, FINE, True, False)
         _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
         # x15 = sum[after](g)
         x15 = _sums(_keep_after(row), g, GATE_PARTS)
@@ -769,7 +798,7 @@ def _backward_prepare(
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x5 = x4 @ v
-        x5 = _dot(x4, v, DOT, PRECISION)
+        x5 = _dot_fine(x4, v, DOT, PRECISION, FINE, True, False)
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x19 = Aqk^T @ do
@@ -802,7 +831,8 @@ def _backward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -849,14 +879,14 @@ def _backward_scan(
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x8 = x7 @ S
-        x8 = _dot(x7, S, RANGE, PRECISION)
+        x8 = _dot(x7, S, DOT, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x5 + -x8
         Vnew = x5 + (-x8)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x58 = KT^T @ Vnew
-        x58 = _dot(tl.trans(KT), Vnew, DOT, PRECISION)
+        x58 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, FINE, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x58 + (S * Gc)
         S_next = x58 + (S * Gc[:, None])
@@ -895,7 +925,8 @@ def _backward_reverse(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -942,7 +973,7 @@ def _backward_reverse(
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x18 = KT @ dS
-        x18 = _dot(KT, dS, RANGE, PRECISION)
+        x18 = _dot(KT, dS, DOT, PRECISION)
         x19 = _load_rows(x19_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x18 + x19
         dVnew = x18 + x19
@@ -950,10 +981,10 @@ def _backward_reverse(
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x61 = QL^T @ do
-        x61 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x61 = _dot(tl.trans(QL), do, DOT, PRECISION)
         x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x63 = x7^T @ dVnew
-        x63 = _dot(tl.trans(x7), dVnew, RANGE, PRECISION)
+        x63 = _dot(tl.trans(x7), dVnew, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dS_prev = ((dS * Gc) + x61) + -x63
         dS_prev = ((dS * Gc[:, None]) + x61) + (-x63)
@@ -1009,7 +1040,8 @@ def _backward_finish(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1050,20 +1082,20 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
+        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot(do, tl.trans(Vnew), DOT, PRECISION)
+        dAqk += _dot_fine(do, tl.trans(Vnew), DOT, PRECISION, FINE, False, True)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = Vnew @ dS^T
-        dKT += _dot(Vnew, tl.trans(dS), RANGE, PRECISION)
+        dKT += _dot_fine(Vnew, tl.trans(dS), DOT, PRECISION, FINE, True, False)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x20 = E^T @ dVnew
-        x20 = _dot(tl.trans(E), dVnew, DOT, PRECISION)
+        x20 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, FINE, True, True)
         # x21 = x20 @ S^T
-        x21 += _dot(x20, tl.trans(S), RANGE, PRECISION)
+        x21 += _dot_fine(x20, tl.trans(S), DOT, PRECISION, FINE, True, False)
         # x24 = x20 @ Vnew^T
-        x24 += _dot(x20, tl.trans(Vnew), DOT, PRECISION)
+        x24 += _dot_fine(x20, tl.trans(Vnew), DOT, PRECISION, FINE, True, True)
         # dv = x20 * beta
         dv = x20 * beta[:, None]
         if NEED & 4:
@@ -1146,7 +1178,8 @@ def _backward_finish_1(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1197,8 +1230,10 @@ def _backward_finish_1(
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(x30, C, BK)
         operand_2_16 = _blocks(x34, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqk, C)
-        cotangent_1_16 = _diagonal_blocks(x24, C)
+        cotangent_0, cotangent_0_unit = _in_range(dAqk, TREE != DOT)
+        cotangent_0_16 = _diagonal_blocks(cotangent_0, C)
+        cotangent_1, cotangent_1_unit = _in_range(x24, TREE != DOT)
+        cotangent_1_16 = _diagonal_blocks(cotangent_1, C)
         x10_16 = _block_zeros(C, BK)
         x25_16 = _block_zeros(C, BK)
         x37_16 = _block_zeros(C, BK)
@@ -1206,54 +1241,54 @@ def _backward_finish_1(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            right_0_16 = (operand_0_16 * decay_16).to(DOT)
-            left_1_16 = (operand_1_16 * decay_16).to(DOT)
-            left_2_16 = (operand_2_16 * decay_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            x10_16 += decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x25_16 += decay_16 * _dot(cotangent_1_edge_16, right_0_16, DOT, PRECISION)
-            x37_16 += decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
-            x37_16 -= decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+            right_0_16 = (operand_0_16 * decay_16).to(TREE)
+            left_1_16 = (operand_1_16 * decay_16).to(TREE)
+            left_2_16 = (operand_2_16 * decay_16).to(TREE)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(TREE)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(TREE)
+            x10_16 += decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
+            x25_16 += decay_16 * (cotangent_1_unit * _dot(cotangent_1_edge_16, right_0_16, TREE, PRECISION))
+            x37_16 += decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, TREE, PRECISION))
+            x37_16 -= decay_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
-        left_1_16 = (operand_1_16 * decay_left_16).to(DOT)
-        left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-        x10_16 += decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x25_16 += decay_left_16 * _dot(cotangent_1_16, right_0_16, DOT, PRECISION)
-        x37_16 += decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, DOT, PRECISION)
-        x37_16 -= decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
+        right_0_16 = (operand_0_16 * decay_right_16).to(TREE)
+        left_1_16 = (operand_1_16 * decay_left_16).to(TREE)
+        left_2_16 = (operand_2_16 * decay_left_16).to(TREE)
+        x10_16 += decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
+        x25_16 += decay_left_16 * (cotangent_1_unit * _dot(cotangent_1_16, right_0_16, TREE, PRECISION))
+        x37_16 += decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, TREE, PRECISION))
+        x37_16 -= decay_right_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
         x10 += tl.reshape(x10_16, [C, BK])
         x25 += tl.reshape(x25_16, [C, BK])
         x37 += tl.reshape(x37_16, [C, BK])
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            right_0 = (k * decay).to(DOT)
-            left_1 = (x30 * decay).to(DOT)
-            left_2 = (x34 * decay).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, x24, 0.0).to(DOT)
-            x10 += decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x25 += decay * _dot(cotangent_1_edge, right_0, DOT, PRECISION)
-            x37 += decay * _dot(tl.trans(cotangent_0_edge), left_1, DOT, PRECISION)
-            x37 -= decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
+            right_0 = (k * decay).to(TREE)
+            left_1 = (x30 * decay).to(TREE)
+            left_2 = (x34 * decay).to(TREE)
+            cotangent_0_edge = tl.where(edge, cotangent_0, 0.0).to(TREE)
+            cotangent_1_edge = tl.where(edge, cotangent_1, 0.0).to(TREE)
+            x10 += decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
+            x25 += decay * (cotangent_1_unit * _dot(cotangent_1_edge, right_0, TREE, PRECISION))
+            x37 += decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_1, TREE, PRECISION))
+            x37 -= decay * (cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION))
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            right_0 = (k * decay_right).to(DOT)
-            left_1 = (x30 * decay_left).to(DOT)
-            left_2 = (x34 * decay_left).to(DOT)
-            x10 += decay_left * _dot(dAqk, right_0, DOT, PRECISION)
-            x25 += decay_left * _dot(x24, right_0, DOT, PRECISION)
-            x37 += decay_right * _dot(tl.trans(dAqk), left_1, DOT, PRECISION)
-            x37 -= decay_right * _dot(tl.trans(x24), left_2, DOT, PRECISION)
+            right_0 = (k * decay_right).to(TREE)
+            left_1 = (x30 * decay_left).to(TREE)
+            left_2 = (x34 * decay_left).to(TREE)
+            x10 += decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
+            x25 += decay_left * (cotangent_1_unit * _dot(cotangent_1, right_0, TREE, PRECISION))
+            x37 += decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_1, TREE, PRECISION))
+            x37 -= decay_right * (cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION))
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x3 + (x10 + (x11 * k))) * scale
         dq = (x3 + (x10 + (x11[:, None] * k))) * scale
@@ -1288,11 +1323,13 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
+#: What products are made in, by the dtype of the inputs: float16 ones in TF32, which has its precision and float32's range.
+_PRODUCTS = {torch.bfloat16: "bfloat16", torch.float16: "tf32", torch.float32: "ieee"}
+#: (products, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers, 0 for 255) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
-        2,
+        "bfloat16",
         128,
         64,
         {
@@ -1305,7 +1342,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        2,
+        "bfloat16",
         256,
         32,
         {
@@ -1318,7 +1355,33 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        4,
+        "tf32",
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
+        },
+    ),
+    (
+        "tf32",
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 8, 3, 0),
+            "reverse": (0, 32, 8, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 32, 8, 1, 0),
+        },
+    ),
+    (
+        "ieee",
         256,
         16,
         {
@@ -1342,16 +1405,25 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
-    """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
-    for element, largest, chunk, table in _CONFIGS:
-        if size == element and largest >= K:
+def _config(K: int, dtype: torch.dtype) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
+    """Chunk length and kernel options by the key size and the dtype of q. Nothing else chooses."""
+    for products, largest, chunk, table in _CONFIGS:
+        if products == _PRODUCTS[dtype] and largest >= K:
             return chunk, table
     raise NotImplementedError(f"kda: K must be at most {_CONFIGS[-1][1]} on a GPU, got {K}")
 
 
-def _chunk_size(K: int, size: int, on_gpu: bool) -> int:
-    return _config(K, size)[0] if on_gpu else 32
+def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
+    return _config(K, dtype)[0] if on_gpu else 32
+
+
+def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of what a call on a GPU keeps: operands of products, and of products with what the inverse makes.
+
+    The latter are float32 where the keys are few enough that there is room.
+    """
+    dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
+    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
 
 
 def _power(x: int) -> int:
@@ -1376,12 +1448,13 @@ def _shared_memory(device: int) -> int:
 
 def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Compile-time values shared by the kernels, and each kernel's own."""
-    K, size = q.shape[3], q.element_size()
-    C, table = _config(K, size)
+    K = q.shape[3]
+    C, table = _config(K, q.dtype)
+    stored = _stored(K, q.dtype)
+    size = stored["dot"].itemsize
     if q.is_cuda:
         _check_products(q)
     wide = q.dtype == torch.float32
-    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1393,8 +1466,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "UNIT_K": _unit(K),
         "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
-        "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
-        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
+        "DOT": tl.bfloat16 if size == 2 else tl.float32,
+        "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
+        "FINE": stored["fine"] != stored["dot"],
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1415,11 +1489,11 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
+            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
-        if registers and torch.version.hip is None:
-            own[key]["maxnreg"] = registers
+        if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
+            own[key]["maxnreg"] = registers or 255
     return shared, own
 
 
@@ -1494,21 +1568,20 @@ def _forward_triton(
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
     q, k, v, g, beta, = (_readable(x, C) for x in (q, k, v, g, beta,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x4 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-    x8 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    E = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"]) if save else none
+    x4 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    x8 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1605,8 +1678,7 @@ def _backward_triton(
     shared, own = _setting(q, (g, beta, ), V)
     C = shared["C"]
     q, k, v, g, beta, = (_readable(x, C) for x in (q, k, v, g, beta,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
@@ -1621,12 +1693,12 @@ def _backward_triton(
     dbeta = _gradient(beta, HV, needs & 16 > 0, packed)
     with _on(q):
         if needs & 63:
-            x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            x7 = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x19 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+            x5 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x7 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            x19 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1657,8 +1729,8 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 31:
-            Vnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            Vnew = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_scan,
                 N * HV * -(-V // own["backward.scan"]["BV"]),
@@ -1685,8 +1757,8 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 63:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
                 N * HV * -(-V // own["backward.reverse"]["BV"]),
@@ -1716,10 +1788,10 @@ def _backward_triton(
             )
         if needs & 31:
             x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x24 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x24 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             x50 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             x55 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
@@ -1980,7 +2052,7 @@ def _forward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     like, like_v = q.new_empty((0,), dtype=dtype), v
@@ -2097,7 +2169,7 @@ def _backward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     given = (q, k, v, g, beta,)
@@ -2475,7 +2547,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
-_SAVED = 2
+_SAVED = ("dot", "fine", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:
@@ -2497,14 +2569,14 @@ def _forward_fake(
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     cpu = q.device.type == "cpu"
-    C = _chunk_size(K, q.element_size(), not cpu)
+    C = _chunk_size(K, q.dtype, not cpu)
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
-    kept = state if cpu else q.dtype
+    stored = {} if cpu else _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     saved = (B, NT, HV, C, C) if save else (0,)
     final = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=state)
     o = v.new_empty(v.shape)
-    return (o, final, *(q.new_empty(saved, dtype=kept) for _ in range(_SAVED)))
+    return (o, final, *(q.new_empty(saved, dtype=stored.get(x, state)) for x in _SAVED))
 
 
 def _backward_fake(do, dht, *args) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -2574,10 +2646,10 @@ def _register() -> tuple[Any, ...]:
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
     if not hasattr(space, forward):
         library = torch.library.Library("dplrgen", "FRAGMENT")
-        results = ", ".join(["Tensor"] * (2 + _SAVED))
+        results = ", ".join(["Tensor"] * (2 + len(_SAVED)))
         library.define(f"{forward}({_TENSORS}, float scale, bool output_final_state, bool save) -> ({results})")
         results = ", ".join(["Tensor"] * (len(_STREAMS) + 1))
-        kept = "".join(f", Tensor saved_{i}" for i in range(_SAVED))
+        kept = "".join(f", Tensor saved_{i}" for i in range(len(_SAVED)))
         library.define(
             f"{backward}(Tensor? do, Tensor? dht, {_TENSORS}{kept}, float scale, int needs) -> ({results})"
         )
@@ -2646,7 +2718,7 @@ def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str,
     if device.type == "cuda":
         if triton is None:
             raise NotImplementedError("CUDA tensors need triton, which is not installed")
-        _config(sizes["K"], q.element_size())
+        _config(sizes["K"], q.dtype)
     return sizes
 
 
@@ -2661,7 +2733,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def _check_products(q: Tensor) -> None:
-    """Refuse a GPU without matrix units for bfloat16, in which decays are summed and states multiplied."""
+    """Refuse a GPU without matrix units for bfloat16, in which decays are summed."""
     if torch.version.hip is None and not torch.compiler.is_compiling():
         major, minor = _capability(q.device.index)
         if major < 8:
@@ -2805,7 +2877,7 @@ def kda(
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     chunks = sequences = None
     if cu_seqlens is not None:
-        C = _chunk_size(K, q.element_size(), q.device.type != "cpu")
+        C = _chunk_size(K, q.dtype, q.device.type != "cpu")
         chunks, sequences = _packing(cu_seqlens, q.shape[1], C)
     o, final_state, *_ = _FORWARD_OP(
         q, k, v, g, beta, initial_state, chunks, sequences, factor, output_final_state, save

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program c779d881:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program bb17c847:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
-_NAME = "rwkv7_c779d881"
+_NAME = "rwkv7_bb17c847"
 
 
 #: What kernels are not compiled anew for.
@@ -98,6 +98,31 @@ def _jit(function: Any) -> Any:
 def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x @ y in the products' dtype, accumulated in float32."""
     return tl.dot(x.to(DOT), y.to(DOT), input_precision=PRECISION)
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
+    x_high, y_high = x.to(DOT), y.to(DOT)
+    out = tl.dot(x_high, y_high, input_precision=PRECISION)
+    if FINE and X:
+        out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
+    if FINE and Y:
+        out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
+    return out
+
+
+@_jit
+def _in_range(x, SCALED: tl.constexpr):
+    """x over a power of two, and the power: if SCALED, what brings the largest element into [2^14, 2^15), else 1."""
+    if SCALED:
+        exponent = (tl.max(tl.abs(x)).to(tl.int32, bitcast=True) >> 23) & 255
+        exponent = tl.minimum(tl.maximum(exponent, 15), 254)  # so that both powers are finite
+        unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        out = x * ((268 - exponent) << 23).to(tl.float32, bitcast=True), unit
+    else:
+        out = x, 1.0
+    return out
 
 
 @_jit
@@ -364,7 +389,8 @@ def _forward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -410,11 +436,11 @@ def _forward_prepare(
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             decay_before_16 = tl.exp(_block_sums(_reach(lane, level, True), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            left_0_16 = (operand_0_16 * decay_before_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            right_2_16 = (operand_2_16 * decay_16).to(DOT)
-            x7_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
-            M3_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            left_0_16 = (operand_0_16 * decay_before_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            right_2_16 = (operand_2_16 * decay_16).to(TREE)
+            x7_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            M3_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -422,22 +448,22 @@ def _forward_prepare(
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
         decay_before_left_16 = tl.where(second_16, decay_before_16, 0.0)
-        left_0_16 = (operand_0_16 * decay_before_left_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        right_2_16 = (operand_2_16 * decay_right_16).to(DOT)
-        x7_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        M3_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
+        left_0_16 = (operand_0_16 * decay_before_left_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        right_2_16 = (operand_2_16 * decay_right_16).to(TREE)
+        x7_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        M3_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
         x7 += _from_blocks(x7_16, C)
         M3 += _from_blocks(M3_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (a * decay_before).to(DOT)
-            right_1 = (b * decay).to(DOT)
-            right_2 = (k * decay).to(DOT)
-            x7 += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
-            M3 += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+            left_0 = (a * decay_before).to(TREE)
+            right_1 = (b * decay).to(TREE)
+            right_2 = (k * decay).to(TREE)
+            x7 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            M3 += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -445,11 +471,11 @@ def _forward_prepare(
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
             decay_before_left = tl.where(second, decay_before, 0.0)
-            left_0 = (a * decay_before_left).to(DOT)
-            right_1 = (b * decay_right).to(DOT)
-            right_2 = (k * decay_right).to(DOT)
-            x7 += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-            M3 += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
+            left_0 = (a * decay_before_left).to(TREE)
+            right_1 = (b * decay_right).to(TREE)
+            right_2 = (k * decay_right).to(TREE)
+            x7 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            M3 += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
         # x15 = sum[all](g)
         x15 = tl.sum(g, 0)
         # Gc = exp(x15)
@@ -479,7 +505,7 @@ def _forward_prepare(
         x9 = _sums(_keep_before(row), g, GATE_PARTS)
         a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (a * exp(x9))
-        W = _dot(E, (a * tl.exp(x9)), RANGE, PRECISION)
+        W = _dot_fine(E, (a * tl.exp(x9)), DOT, PRECISION, FINE, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -488,7 +514,7 @@ def _forward_prepare(
         # x8 = M3 @ v
         x8 = _dot(M3, v, DOT, PRECISION)
         # U = E @ x8
-        U = _dot(E, x8, DOT, PRECISION)
+        U = _dot_fine(E, x8, DOT, PRECISION, FINE, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -533,7 +559,8 @@ def _forward_prepare_1(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -580,41 +607,41 @@ def _forward_prepare_1(
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            left_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            right_2_16 = (operand_2_16 * decay_16).to(DOT)
-            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION), 0.0)
+            left_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            right_2_16 = (operand_2_16 * decay_16).to(TREE)
+            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
-        left_0_16 = (operand_0_16 * decay_left_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        right_2_16 = (operand_2_16 * decay_right_16).to(DOT)
-        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), DOT, PRECISION)
-        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), DOT, PRECISION)
+        left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        right_2_16 = (operand_2_16 * decay_right_16).to(TREE)
+        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
         Aqk += _from_blocks(Aqk_16, C)
         Aqa += _from_blocks(Aqa_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (x * decay).to(DOT)
-            right_1 = (k * decay).to(DOT)
-            right_2 = (b * decay).to(DOT)
-            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), DOT, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), DOT, PRECISION), 0.0)
+            left_0 = (x * decay).to(TREE)
+            right_1 = (k * decay).to(TREE)
+            right_2 = (b * decay).to(TREE)
+            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (x * decay_left).to(DOT)
-            right_1 = (k * decay_right).to(DOT)
-            right_2 = (b * decay_right).to(DOT)
-            Aqk += _dot(left_0, tl.trans(right_1), DOT, PRECISION)
-            Aqa += _dot(left_0, tl.trans(right_2), DOT, PRECISION)
+            left_0 = (x * decay_left).to(TREE)
+            right_1 = (k * decay_right).to(TREE)
+            right_2 = (b * decay_right).to(TREE)
+            Aqk += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            Aqa += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
         # QL = x * exp(x2)
@@ -664,7 +691,8 @@ def _forward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -710,16 +738,16 @@ def _forward_scan(
         tile = (chunk_first + chunk) * HV + head_v
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
-        x4 = _dot(QL, S, RANGE, PRECISION)
+        x4 = _dot(QL, S, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x12 = W @ S
-        x12 = _dot(W, S, RANGE, PRECISION)
+        x12 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x13 = U + x12
         x13 = U + x12
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x14 = Aqa @ x13
-        x14 = _dot(Aqa, x13, DOT, PRECISION)
+        x14 = _dot_fine(Aqa, x13, DOT, PRECISION, FINE, False, True)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + x14
         o = (x4 + x5) + x14
@@ -731,7 +759,7 @@ def _forward_scan(
         x19 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x21 = AT^T @ x13
-        x21 = _dot(tl.trans(AT), x13, DOT, PRECISION)
+        x21 = _dot_fine(tl.trans(AT), x13, DOT, PRECISION, FINE, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x19) + x21
         S_next = ((S * Gc[:, None]) + x19) + x21
@@ -799,7 +827,8 @@ def _backward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -832,7 +861,7 @@ def _backward_prepare(
         x2 = _sums(_keep_before(row), g, GATE_PARTS)
         a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (a * exp(x2))
-        W = _dot(E, (a * tl.exp(x2)), RANGE, PRECISION)
+        W = _dot_fine(E, (a * tl.exp(x2)), DOT, PRECISION, FINE, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
         # x23 = sum[after](g)
         x23 = _sums(_keep_after(row), g, GATE_PARTS)
@@ -866,7 +895,7 @@ def _backward_prepare(
         # x = M3 @ v
         x = _dot(M3, v, DOT, PRECISION)
         # U = E @ x
-        U = _dot(E, x, DOT, PRECISION)
+        U = _dot_fine(E, x, DOT, PRECISION, FINE, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x32 = Aqa^T @ do
@@ -906,7 +935,8 @@ def _backward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -953,7 +983,7 @@ def _backward_scan(
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x5 = W @ S
-        x5 = _dot(W, S, RANGE, PRECISION)
+        x5 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = U + x5
         x6 = U + x5
@@ -964,7 +994,7 @@ def _backward_scan(
         x88 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x90 = AT^T @ x6
-        x90 = _dot(tl.trans(AT), x6, DOT, PRECISION)
+        x90 = _dot_fine(tl.trans(AT), x6, DOT, PRECISION, FINE, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x88) + x90
         S_next = ((S * Gc[:, None]) + x88) + x90
@@ -1003,7 +1033,8 @@ def _backward_reverse(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1050,18 +1081,18 @@ def _backward_reverse(
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x30 = AT @ dS
-        x30 = _dot(AT, dS, RANGE, PRECISION)
+        x30 = _dot(AT, dS, DOT, PRECISION)
         x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x34 = -x30 + x33
         x34 = (-x30) + x33
         _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x92 = W^T @ x34
-        x92 = _dot(tl.trans(W), x34, RANGE, PRECISION)
+        x92 = _dot(tl.trans(W), x34, DOT, PRECISION)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x95 = QL^T @ do
-        x95 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x95 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dS_prev = ((dS * Gc) + -x92) + x95
         dS_prev = ((dS * Gc[:, None]) + (-x92)) + x95
@@ -1118,7 +1149,8 @@ def _backward_finish(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1147,7 +1179,7 @@ def _backward_finish(
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ M3
-    U2 = _dot(E, M3, DOT, PRECISION)
+    U2 = _dot_fine(E, M3, DOT, PRECISION, FINE, True, False)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
@@ -1165,23 +1197,23 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ x6^T
-        dAqa += _dot(do, tl.trans(x6), DOT, PRECISION)
+        dAqa += _dot_fine(do, tl.trans(x6), DOT, PRECISION, FINE, False, True)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
+        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
-        dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
+        dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
         x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x35 = E^T @ x34
-        x35 = _dot(tl.trans(E), x34, DOT, PRECISION)
+        x35 = _dot_fine(tl.trans(E), x34, DOT, PRECISION, FINE, True, True)
         # x36 = x35 @ v^T
-        x36 += _dot(x35, tl.trans(v), DOT, PRECISION)
+        x36 += _dot_fine(x35, tl.trans(v), DOT, PRECISION, FINE, True, False)
         # x40 = KT @ dS
-        x40 = _dot(KT, dS, RANGE, PRECISION)
+        x40 = _dot(KT, dS, DOT, PRECISION)
         # x41 = U2^T @ x34
         x41 = _dot(tl.trans(U2), x34, DOT, PRECISION)
         # x44 = Aqk^T @ do
@@ -1191,11 +1223,11 @@ def _backward_finish(
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
         # x45 = x35 @ x6^T
-        x45 += _dot(x35, tl.trans(x6), DOT, PRECISION)
+        x45 += _dot_fine(x35, tl.trans(x6), DOT, PRECISION, FINE, True, True)
         # x51 = x35 @ S^T
-        x51 += _dot(x35, tl.trans(S), RANGE, PRECISION)
+        x51 += _dot_fine(x35, tl.trans(S), DOT, PRECISION, FINE, True, False)
         # x55 = x6 @ dS^T
-        x55 += _dot(x6, tl.trans(dS), RANGE, PRECISION)
+        x55 += _dot_fine(x6, tl.trans(dS), DOT, PRECISION, FINE, True, False)
         # x73 = dS * S
         x73 = dS * S
         # dGc = sum_V(x73)
@@ -1282,7 +1314,8 @@ def _backward_finish_1(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -1341,10 +1374,14 @@ def _backward_finish_1(
         operand_1_16 = _blocks(k, C, BK)
         operand_2_16 = _blocks(x26, C, BK)
         operand_3_16 = _blocks(a, C, BK)
-        cotangent_0_16 = _diagonal_blocks(dAqa, C)
-        cotangent_1_16 = _diagonal_blocks(dAqk, C)
-        cotangent_2_16 = _diagonal_blocks(x36, C)
-        cotangent_3_16 = _diagonal_blocks(x45, C)
+        cotangent_0, cotangent_0_unit = _in_range(dAqa, TREE != DOT)
+        cotangent_0_16 = _diagonal_blocks(cotangent_0, C)
+        cotangent_1, cotangent_1_unit = _in_range(dAqk, TREE != DOT)
+        cotangent_1_16 = _diagonal_blocks(cotangent_1, C)
+        cotangent_2, cotangent_2_unit = _in_range(x36, TREE != DOT)
+        cotangent_2_16 = _diagonal_blocks(cotangent_2, C)
+        cotangent_3, cotangent_3_unit = _in_range(x45, TREE != DOT)
+        cotangent_3_16 = _diagonal_blocks(cotangent_3, C)
         x16_16 = _block_zeros(C, BK)
         x50_16 = _block_zeros(C, BK)
         x39_16 = _block_zeros(C, BK)
@@ -1354,22 +1391,22 @@ def _backward_finish_1(
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             decay_before_16 = tl.exp(_block_sums(_reach(lane, level, True), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
-            right_0_16 = (operand_0_16 * decay_16).to(DOT)
-            right_1_16 = (operand_1_16 * decay_16).to(DOT)
-            left_2_16 = (operand_2_16 * decay_16).to(DOT)
-            left_3_16 = (operand_3_16 * decay_before_16).to(DOT)
-            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(DOT)
-            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(DOT)
-            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(DOT)
-            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(DOT)
-            x16_16 -= decay_16 * _dot(cotangent_0_edge_16, right_0_16, DOT, PRECISION)
-            x16_16 -= decay_16 * _dot(cotangent_1_edge_16, right_1_16, DOT, PRECISION)
-            x50_16 -= decay_before_16 * _dot(cotangent_3_edge_16, right_0_16, DOT, PRECISION)
-            x50_16 -= decay_before_16 * _dot(cotangent_2_edge_16, right_1_16, DOT, PRECISION)
-            x39_16 += decay_16 * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x39_16 -= decay_16 * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-            x61_16 -= decay_16 * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-            x61_16 += decay_16 * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+            right_0_16 = (operand_0_16 * decay_16).to(TREE)
+            right_1_16 = (operand_1_16 * decay_16).to(TREE)
+            left_2_16 = (operand_2_16 * decay_16).to(TREE)
+            left_3_16 = (operand_3_16 * decay_before_16).to(TREE)
+            cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(TREE)
+            cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(TREE)
+            cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(TREE)
+            cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(TREE)
+            x16_16 -= decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
+            x16_16 -= decay_16 * (cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION))
+            x50_16 -= decay_before_16 * (cotangent_3_unit * _dot(cotangent_3_edge_16, right_0_16, TREE, PRECISION))
+            x50_16 -= decay_before_16 * (cotangent_2_unit * _dot(cotangent_2_edge_16, right_1_16, TREE, PRECISION))
+            x39_16 += decay_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+            x39_16 -= decay_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+            x61_16 -= decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+            x61_16 += decay_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1377,18 +1414,18 @@ def _backward_finish_1(
         decay_left_16 = tl.where(second_16, decay_16, 0.0)
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
         decay_before_left_16 = tl.where(second_16, decay_before_16, 0.0)
-        right_0_16 = (operand_0_16 * decay_right_16).to(DOT)
-        right_1_16 = (operand_1_16 * decay_right_16).to(DOT)
-        left_2_16 = (operand_2_16 * decay_left_16).to(DOT)
-        left_3_16 = (operand_3_16 * decay_before_left_16).to(DOT)
-        x16_16 -= decay_left_16 * _dot(cotangent_0_16, right_0_16, DOT, PRECISION)
-        x16_16 -= decay_left_16 * _dot(cotangent_1_16, right_1_16, DOT, PRECISION)
-        x50_16 -= decay_before_left_16 * _dot(cotangent_3_16, right_0_16, DOT, PRECISION)
-        x50_16 -= decay_before_left_16 * _dot(cotangent_2_16, right_1_16, DOT, PRECISION)
-        x39_16 += decay_right_16 * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x39_16 -= decay_right_16 * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
-        x61_16 -= decay_right_16 * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, DOT, PRECISION)
-        x61_16 += decay_right_16 * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, DOT, PRECISION)
+        right_0_16 = (operand_0_16 * decay_right_16).to(TREE)
+        right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
+        left_2_16 = (operand_2_16 * decay_left_16).to(TREE)
+        left_3_16 = (operand_3_16 * decay_before_left_16).to(TREE)
+        x16_16 -= decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
+        x16_16 -= decay_left_16 * (cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION))
+        x50_16 -= decay_before_left_16 * (cotangent_3_unit * _dot(cotangent_3_16, right_0_16, TREE, PRECISION))
+        x50_16 -= decay_before_left_16 * (cotangent_2_unit * _dot(cotangent_2_16, right_1_16, TREE, PRECISION))
+        x39_16 += decay_right_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+        x39_16 -= decay_right_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+        x61_16 -= decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+        x61_16 += decay_right_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
         x16 += tl.reshape(x16_16, [C, BK])
         x50 += tl.reshape(x50_16, [C, BK])
         x39 += tl.reshape(x39_16, [C, BK])
@@ -1397,22 +1434,22 @@ def _backward_finish_1(
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
             edge = _edge(row, level)
-            right_0 = (b * decay).to(DOT)
-            right_1 = (k * decay).to(DOT)
-            left_2 = (x26 * decay).to(DOT)
-            left_3 = (a * decay_before).to(DOT)
-            cotangent_0_edge = tl.where(edge, dAqa, 0.0).to(DOT)
-            cotangent_1_edge = tl.where(edge, dAqk, 0.0).to(DOT)
-            cotangent_2_edge = tl.where(edge, x36, 0.0).to(DOT)
-            cotangent_3_edge = tl.where(edge, x45, 0.0).to(DOT)
-            x16 -= decay * _dot(cotangent_0_edge, right_0, DOT, PRECISION)
-            x16 -= decay * _dot(cotangent_1_edge, right_1, DOT, PRECISION)
-            x50 -= decay_before * _dot(cotangent_3_edge, right_0, DOT, PRECISION)
-            x50 -= decay_before * _dot(cotangent_2_edge, right_1, DOT, PRECISION)
-            x39 += decay * _dot(tl.trans(cotangent_1_edge), left_2, DOT, PRECISION)
-            x39 -= decay * _dot(tl.trans(cotangent_2_edge), left_3, DOT, PRECISION)
-            x61 -= decay * _dot(tl.trans(cotangent_0_edge), left_2, DOT, PRECISION)
-            x61 += decay * _dot(tl.trans(cotangent_3_edge), left_3, DOT, PRECISION)
+            right_0 = (b * decay).to(TREE)
+            right_1 = (k * decay).to(TREE)
+            left_2 = (x26 * decay).to(TREE)
+            left_3 = (a * decay_before).to(TREE)
+            cotangent_0_edge = tl.where(edge, cotangent_0, 0.0).to(TREE)
+            cotangent_1_edge = tl.where(edge, cotangent_1, 0.0).to(TREE)
+            cotangent_2_edge = tl.where(edge, cotangent_2, 0.0).to(TREE)
+            cotangent_3_edge = tl.where(edge, cotangent_3, 0.0).to(TREE)
+            x16 -= decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
+            x16 -= decay * (cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION))
+            x50 -= decay_before * (cotangent_3_unit * _dot(cotangent_3_edge, right_0, TREE, PRECISION))
+            x50 -= decay_before * (cotangent_2_unit * _dot(cotangent_2_edge, right_1, TREE, PRECISION))
+            x39 += decay * (cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION))
+            x39 -= decay * (cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION))
+            x61 -= decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION))
+            x61 += decay * (cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION))
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1420,18 +1457,18 @@ def _backward_finish_1(
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
             decay_before_left = tl.where(second, decay_before, 0.0)
-            right_0 = (b * decay_right).to(DOT)
-            right_1 = (k * decay_right).to(DOT)
-            left_2 = (x26 * decay_left).to(DOT)
-            left_3 = (a * decay_before_left).to(DOT)
-            x16 -= decay_left * _dot(dAqa, right_0, DOT, PRECISION)
-            x16 -= decay_left * _dot(dAqk, right_1, DOT, PRECISION)
-            x50 -= decay_before_left * _dot(x45, right_0, DOT, PRECISION)
-            x50 -= decay_before_left * _dot(x36, right_1, DOT, PRECISION)
-            x39 += decay_right * _dot(tl.trans(dAqk), left_2, DOT, PRECISION)
-            x39 -= decay_right * _dot(tl.trans(x36), left_3, DOT, PRECISION)
-            x61 -= decay_right * _dot(tl.trans(dAqa), left_2, DOT, PRECISION)
-            x61 += decay_right * _dot(tl.trans(x45), left_3, DOT, PRECISION)
+            right_0 = (b * decay_right).to(TREE)
+            right_1 = (k * decay_right).to(TREE)
+            left_2 = (x26 * decay_left).to(TREE)
+            left_3 = (a * decay_before_left).to(TREE)
+            x16 -= decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
+            x16 -= decay_left * (cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION))
+            x50 -= decay_before_left * (cotangent_3_unit * _dot(cotangent_3, right_0, TREE, PRECISION))
+            x50 -= decay_before_left * (cotangent_2_unit * _dot(cotangent_2, right_1, TREE, PRECISION))
+            x39 += decay_right * (cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION))
+            x39 -= decay_right * (cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION))
+            x61 -= decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION))
+            x61 += decay_right * (cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION))
         x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * b) + (x9 * k)) + -x16) + x21) * scale
         dq = ((((x7[:, None] * b) + (x9[:, None] * k)) + (-x16)) + x21) * scale
@@ -1468,11 +1505,13 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
+#: What products are made in, by the dtype of the inputs: float16 ones in TF32, which has its precision and float32's range.
+_PRODUCTS = {torch.bfloat16: "bfloat16", torch.float16: "tf32", torch.float32: "ieee"}
+#: (products, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers, 0 for 255) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
-        2,
+        "bfloat16",
         128,
         64,
         {
@@ -1485,7 +1524,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        2,
+        "bfloat16",
         256,
         32,
         {
@@ -1498,7 +1537,33 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        4,
+        "tf32",
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1, 0),
+            "prepare_1": (64, 64, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
+        },
+    ),
+    (
+        "tf32",
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1, 0),
+            "prepare_1": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 8, 3, 0),
+            "reverse": (0, 32, 8, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 32, 8, 1, 0),
+        },
+    ),
+    (
+        "ieee",
         256,
         16,
         {
@@ -1522,16 +1587,25 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
-    """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
-    for element, largest, chunk, table in _CONFIGS:
-        if size == element and largest >= K:
+def _config(K: int, dtype: torch.dtype) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
+    """Chunk length and kernel options by the key size and the dtype of q. Nothing else chooses."""
+    for products, largest, chunk, table in _CONFIGS:
+        if products == _PRODUCTS[dtype] and largest >= K:
             return chunk, table
     raise NotImplementedError(f"rwkv7: K must be at most {_CONFIGS[-1][1]} on a GPU, got {K}")
 
 
-def _chunk_size(K: int, size: int, on_gpu: bool) -> int:
-    return _config(K, size)[0] if on_gpu else 32
+def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
+    return _config(K, dtype)[0] if on_gpu else 32
+
+
+def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of what a call on a GPU keeps: operands of products, and of products with what the inverse makes.
+
+    The latter are float32 where the keys are few enough that there is room.
+    """
+    dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
+    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
 
 
 def _power(x: int) -> int:
@@ -1556,12 +1630,13 @@ def _shared_memory(device: int) -> int:
 
 def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Compile-time values shared by the kernels, and each kernel's own."""
-    K, size = q.shape[3], q.element_size()
-    C, table = _config(K, size)
+    K = q.shape[3]
+    C, table = _config(K, q.dtype)
+    stored = _stored(K, q.dtype)
+    size = stored["dot"].itemsize
     if q.is_cuda:
         _check_products(q)
     wide = q.dtype == torch.float32
-    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1573,8 +1648,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "UNIT_K": _unit(K),
         "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
-        "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
-        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
+        "DOT": tl.bfloat16 if size == 2 else tl.float32,
+        "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
+        "FINE": stored["fine"] != stored["dot"],
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1595,11 +1671,11 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
+            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
-        if registers and torch.version.hip is None:
-            own[key]["maxnreg"] = registers
+        if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
+            own[key]["maxnreg"] = registers or 255
     return shared, own
 
 
@@ -1675,25 +1751,24 @@ def _forward_triton(
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
     q, k, v, a, b, g, = (_readable(x, C) for x in (q, k, v, a, b, g,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    E = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    M3 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    U = q.new_empty((B, NT, HV, C, V), dtype=summed)
-    W = q.new_empty((B, NT, HV, C, K), dtype=wide)
+    E = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"]) if save else none
+    M3 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
+    U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    W = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-    Aqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
+    x5 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    Aqa = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1803,8 +1878,7 @@ def _backward_triton(
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
     q, k, v, a, b, g, = (_readable(x, C) for x in (q, k, v, a, b, g,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
@@ -1820,13 +1894,13 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 32 > 0, packed)
     with _on(q):
         if needs & 127:
-            U = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            W = q.new_empty((B, NT, HV, C, K), dtype=wide)
-            AT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
-            x33 = q.new_empty((B, NT, HV, C, V), dtype=summed)
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            W = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            x33 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1860,8 +1934,8 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 63:
-            x6 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            x6 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_scan,
                 N * HV * -(-V // own["backward.scan"]["BV"]),
@@ -1890,8 +1964,8 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x34 = q.new_empty((B, NT, HV, C, V), dtype=q.dtype)
-            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            x34 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
                 N * HV * -(-V // own["backward.reverse"]["BV"]),
@@ -1920,12 +1994,12 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqa = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             x21 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x25 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x36 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
-            x45 = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            x36 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            x45 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             x52 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x56 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x75 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -2197,7 +2271,7 @@ def _forward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     like, like_v = q.new_empty((0,), dtype=dtype), v
@@ -2335,7 +2409,7 @@ def _backward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     given = (q, k, v, a, b, g,)
@@ -2768,7 +2842,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor g, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor g"
-_SAVED = 4
+_SAVED = ("dot", "dot", "fine", "dot", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:
@@ -2790,14 +2864,14 @@ def _forward_fake(
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     cpu = q.device.type == "cpu"
-    C = _chunk_size(K, q.element_size(), not cpu)
+    C = _chunk_size(K, q.dtype, not cpu)
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
-    kept = state if cpu else q.dtype
+    stored = {} if cpu else _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     saved = (B, NT, HV, C, C) if save else (0,)
     final = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=state)
     o = v.new_empty(v.shape)
-    return (o, final, *(q.new_empty(saved, dtype=kept) for _ in range(_SAVED)))
+    return (o, final, *(q.new_empty(saved, dtype=stored.get(x, state)) for x in _SAVED))
 
 
 def _backward_fake(do, dht, *args) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -2867,10 +2941,10 @@ def _register() -> tuple[Any, ...]:
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
     if not hasattr(space, forward):
         library = torch.library.Library("dplrgen", "FRAGMENT")
-        results = ", ".join(["Tensor"] * (2 + _SAVED))
+        results = ", ".join(["Tensor"] * (2 + len(_SAVED)))
         library.define(f"{forward}({_TENSORS}, float scale, bool output_final_state, bool save) -> ({results})")
         results = ", ".join(["Tensor"] * (len(_STREAMS) + 1))
-        kept = "".join(f", Tensor saved_{i}" for i in range(_SAVED))
+        kept = "".join(f", Tensor saved_{i}" for i in range(len(_SAVED)))
         library.define(
             f"{backward}(Tensor? do, Tensor? dht, {_TENSORS}{kept}, float scale, int needs) -> ({results})"
         )
@@ -2939,7 +3013,7 @@ def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str,
     if device.type == "cuda":
         if triton is None:
             raise NotImplementedError("CUDA tensors need triton, which is not installed")
-        _config(sizes["K"], q.element_size())
+        _config(sizes["K"], q.dtype)
     return sizes
 
 
@@ -2954,7 +3028,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def _check_products(q: Tensor) -> None:
-    """Refuse a GPU without matrix units for bfloat16, in which decays are summed and states multiplied."""
+    """Refuse a GPU without matrix units for bfloat16, in which decays are summed."""
     if torch.version.hip is None and not torch.compiler.is_compiling():
         major, minor = _capability(q.device.index)
         if major < 8:
@@ -3100,7 +3174,7 @@ def rwkv7(
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     chunks = sequences = None
     if cu_seqlens is not None:
-        C = _chunk_size(K, q.element_size(), q.device.type != "cpu")
+        C = _chunk_size(K, q.dtype, q.device.type != "cpu")
         chunks, sequences = _packing(cu_seqlens, q.shape[1], C)
     o, final_state, *_ = _FORWARD_OP(
         q, k, v, a, b, g, initial_state, chunks, sequences, factor, output_final_state, save

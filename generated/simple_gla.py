@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program da15e5bf:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program d23b86ef:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla", "simple_gla_step"]
 
-_NAME = "simple_gla_da15e5bf"
+_NAME = "simple_gla_d23b86ef"
 
 
 #: What kernels are not compiled anew for.
@@ -86,6 +86,31 @@ def _jit(function: Any) -> Any:
 def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x @ y in the products' dtype, accumulated in float32."""
     return tl.dot(x.to(DOT), y.to(DOT), input_precision=PRECISION)
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
+    x_high, y_high = x.to(DOT), y.to(DOT)
+    out = tl.dot(x_high, y_high, input_precision=PRECISION)
+    if FINE and X:
+        out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
+    if FINE and Y:
+        out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
+    return out
+
+
+@_jit
+def _in_range(x, SCALED: tl.constexpr):
+    """x over a power of two, and the power: if SCALED, what brings the largest element into [2^14, 2^15), else 1."""
+    if SCALED:
+        exponent = (tl.max(tl.abs(x)).to(tl.int32, bitcast=True) >> 23) & 255
+        exponent = tl.minimum(tl.maximum(exponent, 15), 254)  # so that both powers are finite
+        unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        out = x * ((268 - exponent) << 23).to(tl.float32, bitcast=True), unit
+    else:
+        out = x, 1.0
+    return out
 
 
 @_jit
@@ -346,7 +371,8 @@ def _forward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -443,7 +469,8 @@ def _forward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -489,7 +516,7 @@ def _forward_scan(
         tile = (chunk_first + chunk) * HV + head_v
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
-        x4 = _dot(QL, S, RANGE, PRECISION)
+        x4 = _dot(QL, S, DOT, PRECISION)
         x7 = _load_rows(x7_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = x4 + x7
         o = x4 + x7
@@ -543,7 +570,8 @@ def _backward_prepare(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -620,7 +648,8 @@ def _backward_scan(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -703,7 +732,8 @@ def _backward_reverse(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -751,7 +781,7 @@ def _backward_reverse(
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x42 = QL^T @ do
-        x42 = _dot(tl.trans(QL), do, RANGE, PRECISION)
+        x42 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
         # dS_prev = (dS * Gc) + x42
         dS_prev = (dS * Gc) + x42
@@ -794,7 +824,8 @@ def _backward_finish(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -835,12 +866,12 @@ def _backward_finish(
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
         S = _load_rows(S_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dQL = do @ S^T
-        dQL += _dot(do, tl.trans(S), RANGE, PRECISION)
+        dQL += _dot(do, tl.trans(S), DOT, PRECISION)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
-        dKT += _dot(v, tl.trans(dS), RANGE, PRECISION)
+        dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
         # x18 = KT @ dS
-        x18 = _dot(KT, dS, RANGE, PRECISION)
+        x18 = _dot(KT, dS, DOT, PRECISION)
         # x19 = Aqk^T @ do
         x19 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = x18 + x19
@@ -894,7 +925,8 @@ def _backward_finish_1(
     UNIT_V: tl.constexpr,
     LEVELS: tl.constexpr,
     DOT: tl.constexpr,
-    RANGE: tl.constexpr,
+    TREE: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
     GATE_PARTS: tl.constexpr,
@@ -982,11 +1014,13 @@ def _backward_finish_1(
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches
 
-#: (bytes an element of q, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers or 0) by kernel; the first
+#: What products are made in, by the dtype of the inputs: float16 ones in TF32, which has its precision and float32's range.
+_PRODUCTS = {torch.bfloat16: "bfloat16", torch.float16: "tf32", torch.float32: "ieee"}
+#: (products, largest K) -> chunk, then (block of K, block of V, warps, most stages, most registers, 0 for 255) by kernel; the first
 #: match wins. A kernel in _WHOLE_K does not walk K; the stages of a scan follow from its tiles and shared memory.
-_CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
+_CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]], ...] = (
     (
-        2,
+        "bfloat16",
         128,
         64,
         {
@@ -998,7 +1032,7 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        2,
+        "bfloat16",
         256,
         32,
         {
@@ -1010,7 +1044,31 @@ _CONFIGS: tuple[tuple[int, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
     (
-        4,
+        "tf32",
+        128,
+        64,
+        {
+            "prepare": (64, 64, 4, 1, 0),
+            "scan": (0, 32, 4, 3, 0),
+            "reverse": (0, 32, 4, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 64, 4, 1, 0),
+        },
+    ),
+    (
+        "tf32",
+        256,
+        32,
+        {
+            "prepare": (64, 32, 4, 1, 0),
+            "scan": (0, 32, 8, 3, 0),
+            "reverse": (0, 32, 8, 3, 0),
+            "finish": (0, 32, 8, 1, 0),
+            "finish_1": (32, 32, 8, 1, 0),
+        },
+    ),
+    (
+        "ieee",
         256,
         16,
         {
@@ -1033,16 +1091,25 @@ _SCAN_TILES = {
 }
 
 
-def _config(K: int, size: int) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
-    """Chunk length and kernel options by the key size and the bytes an element. Nothing else chooses."""
-    for element, largest, chunk, table in _CONFIGS:
-        if size == element and largest >= K:
+def _config(K: int, dtype: torch.dtype) -> tuple[int, dict[str, tuple[int, int, int, int, int]]]:
+    """Chunk length and kernel options by the key size and the dtype of q. Nothing else chooses."""
+    for products, largest, chunk, table in _CONFIGS:
+        if products == _PRODUCTS[dtype] and largest >= K:
             return chunk, table
     raise NotImplementedError(f"simple_gla: K must be at most {_CONFIGS[-1][1]} on a GPU, got {K}")
 
 
-def _chunk_size(K: int, size: int, on_gpu: bool) -> int:
-    return _config(K, size)[0] if on_gpu else 32
+def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
+    return _config(K, dtype)[0] if on_gpu else 32
+
+
+def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of what a call on a GPU keeps: operands of products, and of products with what the inverse makes.
+
+    The latter are float32 where the keys are few enough that there is room.
+    """
+    dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
+    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
 
 
 def _power(x: int) -> int:
@@ -1067,12 +1134,13 @@ def _shared_memory(device: int) -> int:
 
 def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Compile-time values shared by the kernels, and each kernel's own."""
-    K, size = q.shape[3], q.element_size()
-    C, table = _config(K, size)
+    K = q.shape[3]
+    C, table = _config(K, q.dtype)
+    stored = _stored(K, q.dtype)
+    size = stored["dot"].itemsize
     if q.is_cuda:
         _check_products(q)
     wide = q.dtype == torch.float32
-    narrow = q.dtype == torch.float16
     exact = all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
@@ -1084,8 +1152,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "UNIT_K": _unit(K),
         "UNIT_V": _unit(V),
         "LEVELS": C.bit_length() - 1,
-        "DOT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype],
-        "RANGE": tl.float32 if wide else (tl.float16 if narrow and interpreted else tl.bfloat16),
+        "DOT": tl.bfloat16 if size == 2 else tl.float32,
+        "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
+        "FINE": stored["fine"] != stored["dot"],
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1106,11 +1175,11 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
             keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + max(size, 4 if K <= 64 else 0) * values * BV)
+            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
-        if registers and torch.version.hip is None:
-            own[key]["maxnreg"] = registers
+        if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
+            own[key]["maxnreg"] = registers or 255
     return shared, own
 
 
@@ -1184,19 +1253,18 @@ def _forward_triton(
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
     q, k, v, g, = (_readable(x, C) for x in (q, k, v, g,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
-    Aqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype) if save else none
-    x7 = q.new_empty((B, NT, HV, C, V), dtype=summed)
+    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
+    x7 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+    KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1270,8 +1338,7 @@ def _backward_triton(
     shared, own = _setting(q, (g, ), V)
     C = shared["C"]
     q, k, v, g, = (_readable(x, C) for x in (q, k, v, g,))
-    summed = torch.float32 if K <= 64 else q.dtype
-    wide = torch.bfloat16 if q.dtype == torch.float16 and shared["RANGE"] == tl.bfloat16 else q.dtype
+    stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     packed = chunks is not None
     none = q.new_empty((0,))
@@ -1285,9 +1352,9 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0, packed)
     with _on(q):
         if needs & 31:
-            KT = q.new_empty((B, NT, HV, C, K), dtype=q.dtype)
+            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=wide)
+            QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1310,7 +1377,7 @@ def _backward_triton(
                 **own["backward.prepare"],
             )
         if needs & 15:
-            kept_S = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            kept_S = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_scan,
                 N * HV * -(-V // own["backward.scan"]["BV"]),
@@ -1335,7 +1402,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 31:
-            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=wide)
+            kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
                 N * HV * -(-V // own["backward.reverse"]["BV"]),
@@ -1360,7 +1427,7 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 15:
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=q.dtype)
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x36 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -1609,7 +1676,7 @@ def _forward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     like, like_v = q.new_empty((0,), dtype=dtype), v
@@ -1709,7 +1776,7 @@ def _backward_rows(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = _chunk_size(K, q.element_size(), False)
+    C = _chunk_size(K, q.dtype, False)
     NT = -(-T // C)
     lead = (B, NT, HV)
     given = (q, k, v, g,)
@@ -2011,7 +2078,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor g"
-_SAVED = 1
+_SAVED = ("dot", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:
@@ -2033,14 +2100,14 @@ def _forward_fake(
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     cpu = q.device.type == "cpu"
-    C = _chunk_size(K, q.element_size(), not cpu)
+    C = _chunk_size(K, q.dtype, not cpu)
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
-    kept = state if cpu else q.dtype
+    stored = {} if cpu else _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
     saved = (B, NT, HV, C, C) if save else (0,)
     final = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=state)
     o = v.new_empty(v.shape)
-    return (o, final, *(q.new_empty(saved, dtype=kept) for _ in range(_SAVED)))
+    return (o, final, *(q.new_empty(saved, dtype=stored.get(x, state)) for x in _SAVED))
 
 
 def _backward_fake(do, dht, *args) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -2110,10 +2177,10 @@ def _register() -> tuple[Any, ...]:
     forward, backward = f"{_NAME}_fwd", f"{_NAME}_bwd"
     if not hasattr(space, forward):
         library = torch.library.Library("dplrgen", "FRAGMENT")
-        results = ", ".join(["Tensor"] * (2 + _SAVED))
+        results = ", ".join(["Tensor"] * (2 + len(_SAVED)))
         library.define(f"{forward}({_TENSORS}, float scale, bool output_final_state, bool save) -> ({results})")
         results = ", ".join(["Tensor"] * (len(_STREAMS) + 1))
-        kept = "".join(f", Tensor saved_{i}" for i in range(_SAVED))
+        kept = "".join(f", Tensor saved_{i}" for i in range(len(_SAVED)))
         library.define(
             f"{backward}(Tensor? do, Tensor? dht, {_TENSORS}{kept}, float scale, int needs) -> ({results})"
         )
@@ -2182,7 +2249,7 @@ def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str,
     if device.type == "cuda":
         if triton is None:
             raise NotImplementedError("CUDA tensors need triton, which is not installed")
-        _config(sizes["K"], q.element_size())
+        _config(sizes["K"], q.dtype)
     return sizes
 
 
@@ -2197,7 +2264,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def _check_products(q: Tensor) -> None:
-    """Refuse a GPU without matrix units for bfloat16, in which decays are summed and states multiplied."""
+    """Refuse a GPU without matrix units for bfloat16, in which decays are summed."""
     if torch.version.hip is None and not torch.compiler.is_compiling():
         major, minor = _capability(q.device.index)
         if major < 8:
@@ -2339,7 +2406,7 @@ def simple_gla(
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     chunks = sequences = None
     if cu_seqlens is not None:
-        C = _chunk_size(K, q.element_size(), q.device.type != "cpu")
+        C = _chunk_size(K, q.dtype, q.device.type != "cpu")
         chunks, sequences = _packing(cu_seqlens, q.shape[1], C)
     o, final_state, *_ = _FORWARD_OP(
         q, k, v, g, initial_state, chunks, sequences, factor, output_final_state, save

@@ -86,7 +86,7 @@ def run_layouts(name: str) -> list[str]:
     count, (_, _, _, HV, K, V) = len(BOUNDS) - 1, PACKED_SIZES
     generator = torch.Generator().manual_seed(82)
     h0, dht = torch.randn(2, count, HV, K, V, generator=generator)
-    chunk = module._config(K, 4)[0]
+    chunk = module._config(K, torch.float32)[0]
     packing = module._packing(torch.tensor(BOUNDS), PACKED_SIZES[1], chunk)
     nan = float("nan")
     for x in (*streams, do):

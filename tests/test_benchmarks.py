@@ -113,15 +113,16 @@ def test_configuration_cases_reach_every_tile_of_every_row() -> None:
     """For every row of a table: each power of two that K is padded to, each tile of V, each dtype, both lengths."""
     module = bench.generated("kda")
     cases = check_gpu.config_cases("kda")
-    lowest: dict[int, int] = {}
-    for size, largest, _, kernels in module._CONFIGS:
-        low = lowest.get(size, 15) + 1
-        lowest[size] = largest
-        here = [c for c in cases if (c.dtype == "float32") == (size == 4) and low <= c.K <= largest]
+    lowest: dict[str, int] = {}
+    for products, largest, _, kernels in module._CONFIGS:
+        low = lowest.get(products, 15) + 1
+        lowest[products] = largest
+        dtypes = {d for d in check_gpu.DTYPES if module._PRODUCTS[check_gpu.dtypes_of(d)[0]] == products}
+        here = [c for c in cases if c.dtype in dtypes and low <= c.K <= largest]
         assert {case.T for case in here} == {65, 1000}
-        assert {case.dtype for case in here} == set(check_gpu._dtypes_with(size))
+        assert {case.dtype for case in here} == dtypes
         sides = {max(16, 1 << (K - 1).bit_length()) for K in range(low, largest + 1)}
-        for dtype in check_gpu._dtypes_with(size):
+        for dtype in dtypes:
             mine = [case for case in here if case.dtype == dtype]
             assert {module._power(case.K) for case in mine} == sides
             for block in {entry[bench.FIELDS.index("BV")] for entry in kernels.values()}:
@@ -356,7 +357,7 @@ def test_warming_compiles_a_part_of_the_configurations(tmp_path: Path) -> None:
 def test_a_table_is_patched_and_put_back() -> None:
     module = bench.generated("kda")
     before = module._CONFIGS
-    row = tune.row_of(module, 64, 4)
+    row = tune.row_of(module, 64, torch.float32)
     table = before[row][-1]
     key = next(iter(table))
     entry = tuple(n + 1 for n in table[key])

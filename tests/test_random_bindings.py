@@ -42,7 +42,7 @@ def fired(drawn: Drawn) -> frozenset[str]:
 def test_values_and_gradients(seed: int) -> None:
     drawn = bindings.draw(seed)
     op = dplrgen.build(drawn.variant)
-    chunk = sys.modules[op.__module__]._chunk_size(8, 8, False)
+    chunk = sys.modules[op.__module__]._chunk_size(8, torch.float64, False)
     given = bindings.make_inputs(drawn.variant, sizes_of(seed, chunk), seed=seed)
     got, want = bindings.run(op, drawn.variant, given), bindings.reference(drawn.variant, given)
     assert not bindings.differences(got, want, 1e-10), (drawn.kind, drawn.variant.binding())
