@@ -31,6 +31,7 @@ emit: $(READY)
 
 aot: $(READY)
 	$(BIN)/python benchmarks/aot.py --write
+	$(BIN)/python benchmarks/aot.py --targets sm_90 --dtypes float16 --write
 
 clean:
 	rm -rf $(VENV) build *.egg-info

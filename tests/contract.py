@@ -475,12 +475,13 @@ def boundaries(draw: Draw) -> list[int]:
     """Random cuts of the row, equal ones (empty sequences) included, tokens of no sequence at the end at times."""
     generator = torch.Generator().manual_seed(draw.seed)
     cuts = torch.randint(0, draw.T + 1, (draw.sequences - 1,), generator=generator).tolist()
-    end = draw.T - int(torch.randint(0, 4, (1,), generator=generator)) * (draw.seed % 3 == 0)
-    return sorted([0, *(min(c, end) for c in cuts), max(end, 0)])
+    end = max(draw.T - int(torch.randint(0, 4, (1,), generator=generator)) * (draw.seed % 3 == 0), 0)
+    return sorted([0, *(min(c, end) for c in cuts), end])
 
 
 def check_draw(draw: Draw, place: Place) -> list[str]:
-    """What is wrong with the op on this draw; packed calls are judged sequence by sequence."""
+    """What is wrong with the op on this draw; packed calls are judged sequence by sequence, and where the op rounds to
+    16 bits all at once: one token of two heads is too few numbers for a relative bound."""
     streams_dtype, _, gates = draw.dtype.partition("+")
     dtype, gate_dtype = getattr(torch, streams_dtype), getattr(torch, gates or streams_dtype)
     place = dataclasses.replace(place, dtype=dtype, K=draw.K, V=draw.V)
@@ -510,7 +511,7 @@ def check_draw(draw: Draw, place: Place) -> list[str]:
     cu = torch.tensor(bounds, device=place.device)
     options = {"output_final_state": has_out, "cu_seqlens": cu}
     got = metrics.collect(of(draw.variant), draw.variant, streams, h0, do, dht, draw.scale, **options)
-    failures = []
+    judged_apart: list[tuple[str, metrics.Result, metrics.Result, list[Tensor]]] = []
     for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         if start == end:
             continue
@@ -520,9 +521,21 @@ def check_draw(draw: Draw, place: Place) -> list[str]:
         if not has_out:
             del ref["ht"]
         part = {k: x[n : n + 1] if k in ("ht", "dh0") else x[:, start:end] for k, x in got.items()}
-        found = metrics.check(draw.variant, part, ref, dtype, own)
-        failures += [f"sequence {n}: {x}" for x in _forgiving(end - start, place, found)]
-    return failures
+        judged_apart.append((f"sequence {n}", part, ref, own))
+    if place.rounds and judged_apart:
+        _, parts, refs, tokens = zip(*judged_apart, strict=True)
+        whole = [torch.cat(xs, 1) for xs in zip(*tokens, strict=True)]
+        judged_apart = [("all sequences", _joined(parts), _joined(refs), whole)]
+    return [
+        f"{label}: {x}"
+        for label, part, ref, own in judged_apart
+        for x in _forgiving(own[0].shape[1], place, metrics.check(draw.variant, part, ref, dtype, own))
+    ]
+
+
+def _joined(results: Sequence[metrics.Result]) -> metrics.Result:
+    """Results of several sequences as one of them all, tokens after tokens and states after states."""
+    return {k: torch.cat([r[k] for r in results], 0 if k in ("ht", "dh0") else 1) for k in results[0]}
 
 
 def _forgiving(T: int, place: Place, failures: list[str]) -> list[str]:

@@ -23,6 +23,7 @@ import check_gpu  # noqa: E402
 import covering  # noqa: E402
 import fastref  # noqa: E402
 import metrics  # noqa: E402
+import one_token  # noqa: E402
 import peers  # noqa: E402
 import tune  # noqa: E402
 from covering import Case  # noqa: E402
@@ -421,3 +422,15 @@ def test_tuning_in_the_interpreter(tmp_path: Path) -> None:
     assert not [row for row in result["rows"] if "error" in row]
     assert all(row["rr"] < 1e-5 and row["ms"] > 0 for row in result["rows"])
     assert result["whole"]["table"]["row"]["failures"] == []
+
+
+def test_one_token_is_the_recurrence() -> None:
+    """The formulas that judge 16-bit operands are those of the float64 loop while nothing is rounded."""
+    given = make("kda", 2, 1, 3, 6, 12, 20, torch.float32, regime="mild", seed=3)
+    ref = metrics.reference("kda", *given)
+    found = one_token.gradients(*given, False)
+    dq = found["dq"].view(2, 3, 2, 12).sum(2)
+    assert metrics.rr(dq, ref["dq"][:, 0]) < 1e-12
+    assert metrics.rr(found["dbeta"], ref["dbeta"][:, 0]) < 1e-12
+    rounded = one_token.gradients(*given, True)
+    assert 1e-5 < metrics.rr(rounded["dbeta"], found["dbeta"]) < 2e-2

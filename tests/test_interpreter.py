@@ -21,19 +21,38 @@ VARIANTS = list(ORACLES)
 GROUPS = [VARIANTS[i : i + 3] for i in range(0, len(VARIANTS), 3)]
 
 
-@pytest.mark.parametrize("variants", GROUPS, ids="-".join)
-def test_kernels_in_the_interpreter(variants: list[str]) -> None:
+def _interpreted(worker: Path, *arguments: str) -> dict:
+    """The object that a worker prints last."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *variants], capture_output=True, text=True, env=environment, timeout=TIME_LIMIT
-    )
+    command = [sys.executable, str(worker), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIME_LIMIT)
     assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_two_parts_and_powers_of_two() -> None:
+    """A product of operands in two parts has twice the digits; a tile scaled into float16's range loses none."""
+    found = _interpreted(WORKER.with_name("helpers_worker.py"))
+    assert 1e-4 < found["plain"] < 1e-3
+    assert all(found[key] < 1e-6 for key in ("x", "y", "both")), found
+    for size, tile in found["ranged"].items():
+        assert 2.0**14 <= tile["largest"] < 2.0**15, (size, tile)
+        assert tile["same"], (size, tile)
+    assert found["zero"]["largest"] == 0.0
+    assert 0.0 < found["zero"]["unit"] < float("inf")
+    assert found["not scaled"]["unit"] == 1.0
+    assert found["not scaled"]["same"]
+    assert found["infinite"]
+
+
+@pytest.mark.parametrize("variants", GROUPS, ids="-".join)
+def test_kernels_in_the_interpreter(variants: list[str]) -> None:
+    report = _interpreted(WORKER, *variants)
     assert list(report) == variants
     failures = [f"{name} {line}" for name in variants for entry in report[name].values() for line in entry["failures"]]
     assert not failures, "\n".join(failures)

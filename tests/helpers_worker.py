@@ -1,0 +1,72 @@
+"""Runs pieces of the generated kernels alone in Triton's interpreter and prints what they make, as one JSON object.
+
+    TRITON_INTERPRET=1 python helpers_worker.py
+
+A process of its own: the variable is read when a kernel's file is imported.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import triton
+import triton.language as tl
+
+from dplrgen.generated.kda import _dot_fine, _in_range, _load_rows, _store_rows
+
+SIZE = 16
+
+
+@triton.jit
+def _product(x_ptr, y_ptr, out, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    x = _load_rows(x_ptr, at, at, N, N, N, True)
+    y = _load_rows(y_ptr, at, at, N, N, N, True)
+    _store_rows(out, _dot_fine(x, y, tl.float16, "tf32", FINE, X, Y), at, at, N, N, N, True)
+
+
+@triton.jit
+def _ranged(x_ptr, out, unit_out, SCALED: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    x, unit = _in_range(_load_rows(x_ptr, at, at, N, N, N, True), SCALED)
+    _store_rows(out, x, at, at, N, N, N, True)
+    tl.store(unit_out, unit)
+
+
+def error(fine: bool, first: bool, second: bool, coarse: str) -> float:
+    """rr of a product of float16 parts of two float32 tiles; `coarse` names an operand that one part holds exactly."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, SIZE, SIZE, generator=generator)
+    x, y = (t.half().float() if name in coarse else t for name, t in (("x", x), ("y", y)))
+    out = torch.empty(SIZE, SIZE)
+    _product[(1,)](x, y, out, FINE=fine, X=first, Y=second, N=SIZE)
+    want = x.double() @ y.double()
+    return float((out - want).norm() / want.norm())
+
+
+def ranged(size: float, scaled: bool = True) -> dict[str, float]:
+    """Largest element and power of a tile of that size, and whether their product is the tile to the bit."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(SIZE, SIZE, generator=generator) * size
+    out, unit = torch.empty_like(x), torch.empty(1)
+    _ranged[(1,)](x, out, unit, SCALED=scaled, N=SIZE)
+    same = torch.equal(out.double() * unit.double(), x.double()) or bool(torch.equal(out * unit, x))
+    return {"largest": float(out.abs().max()), "unit": float(unit), "same": float(same)}
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps(
+            {
+                "plain": error(False, True, True, ""),
+                "x": error(True, True, False, "y"),
+                "y": error(True, False, True, "x"),
+                "both": error(True, True, True, ""),
+                "ranged": {str(size): ranged(size) for size in (1e-30, 1e-9, 0.3, 7e4, 1e30)},
+                "zero": ranged(0.0),
+                "not scaled": ranged(1e30, False),
+                "infinite": ranged(float("inf"))["largest"] == float("inf"),
+            }
+        )
+    )
