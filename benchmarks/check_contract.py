@@ -152,6 +152,22 @@ def long_pack(name: str) -> list[str]:
     return failures
 
 
+def packed_sizes(name: str) -> list[str]:
+    """Packed at head sizes whose kernels are others than those of `contract.packed`: a call a sequence, to the bit."""
+    failures = []
+    for K, V in ((33, 100), (64, 128), (100, 33), (128, 128)):
+        bounds = [0, 70, 70, 100, 130]
+        streams, h0 = random_call(name, 1, 130, 2, 4, K, V, states=4)
+        do = torch.randn_like(streams[names(name).index("v")])
+        got = run(name, streams, h0, do, cu_seqlens=torch.tensor(bounds, device=GPU))
+        for n in (0, 2, 3):
+            tokens = slice(bounds[n], bounds[n + 1])
+            alone = run(name, [x[:, tokens] for x in streams], h0[n : n + 1], do[:, tokens])
+            part = {k: x[n : n + 1] if k in ("ht", "dh0") else x[:, tokens] for k, x in got.items()}
+            failures += contract.differing(f"K = {K}, V = {V}, sequence {n}", part, alone)
+    return failures
+
+
 def pool(name: str) -> list[str]:
     """A slot beyond 2^31 elements into a pool of states: that slot is updated and no other."""
     P, HV, K, V = 4200, 32, 128, 128
@@ -356,6 +372,7 @@ LARGE: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
             guarded,
             no_host_reads,
             many_states,
+            packed_sizes,
             flat_error,
             every_length,
             leaves_nothing,

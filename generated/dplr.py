@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 3bbbe65d:
+# gated diagonal plus low rank, the master form, program 1730d7c5:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr", "dplr_step"]
 
-_NAME = "dplr_3bbbe65d"
+_NAME = "dplr_1730d7c5"
 
 
 #: What kernels are not compiled anew for.
@@ -1507,7 +1507,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (128, 64, 4, 1, 0),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 128, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 248),
             "finish_1": (32, 64, 4, 1, 0),
         },
     ),
@@ -1520,7 +1520,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 64, 4, 1, 0),
             "scan": (0, 64, 8, 3, 0),
             "reverse": (0, 64, 8, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
+            "finish": (0, 64, 8, 1, 248),
             "finish_1": (64, 64, 8, 1, 0),
         },
     ),
@@ -1533,7 +1533,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 64, 4, 1, 0),
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
+            "finish": (0, 32, 8, 1, 248),
             "finish_1": (32, 64, 4, 1, 0),
         },
     ),
@@ -1546,7 +1546,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 32, 4, 1, 0),
             "scan": (0, 32, 8, 3, 0),
             "reverse": (0, 32, 8, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
+            "finish": (0, 32, 8, 1, 248),
             "finish_1": (32, 32, 8, 1, 0),
         },
     ),
@@ -1559,7 +1559,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 32, 4, 1, 0),
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 4, 1, 0),
+            "finish": (0, 32, 4, 1, 248),
             "finish_1": (64, 32, 4, 1, 0),
         },
     ),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 22d3ea49:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 93b62944:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_22d3ea49"
+_NAME = "dplr_absorbed_93b62944"
 
 
 #: What kernels are not compiled anew for.
@@ -1521,7 +1521,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (128, 64, 4, 1, 0),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 128, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 248),
             "finish_1": (32, 64, 4, 1, 0),
         },
     ),
@@ -1534,7 +1534,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 64, 4, 1, 0),
             "scan": (0, 64, 8, 3, 0),
             "reverse": (0, 64, 8, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
+            "finish": (0, 64, 8, 1, 248),
             "finish_1": (64, 64, 8, 1, 0),
         },
     ),
@@ -1547,7 +1547,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 64, 4, 1, 0),
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
+            "finish": (0, 32, 8, 1, 248),
             "finish_1": (32, 64, 4, 1, 0),
         },
     ),
@@ -1560,7 +1560,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 32, 4, 1, 0),
             "scan": (0, 32, 8, 3, 0),
             "reverse": (0, 32, 8, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
+            "finish": (0, 32, 8, 1, 248),
             "finish_1": (32, 32, 8, 1, 0),
         },
     ),
@@ -1573,7 +1573,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 32, 4, 1, 0),
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 4, 1, 0),
+            "finish": (0, 32, 4, 1, 248),
             "finish_1": (64, 32, 4, 1, 0),
         },
     ),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 78f6aee9:
+# Gated DeltaNet, program 0186768b:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn", "gdn_step"]
 
-_NAME = "gdn_78f6aee9"
+_NAME = "gdn_0186768b"
 
 
 #: What kernels are not compiled anew for.
@@ -1177,7 +1177,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare": (64, 64, 4, 3, 168),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 128, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 248),
             "finish_1": (32, 64, 4, 1, 0),
         },
     ),
@@ -1189,7 +1189,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare": (64, 64, 4, 1, 0),
             "scan": (0, 64, 8, 3, 0),
             "reverse": (0, 64, 8, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
+            "finish": (0, 64, 8, 1, 248),
             "finish_1": (64, 64, 8, 1, 0),
         },
     ),
@@ -1201,7 +1201,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare": (64, 64, 4, 1, 0),
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
+            "finish": (0, 32, 8, 1, 248),
             "finish_1": (32, 64, 4, 1, 0),
         },
     ),
@@ -1213,7 +1213,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare": (64, 32, 4, 1, 0),
             "scan": (0, 32, 8, 3, 0),
             "reverse": (0, 32, 8, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
+            "finish": (0, 32, 8, 1, 248),
             "finish_1": (32, 32, 8, 1, 0),
         },
     ),
@@ -1225,7 +1225,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare": (64, 32, 4, 1, 0),
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 4, 1, 0),
+            "finish": (0, 32, 4, 1, 248),
             "finish_1": (64, 32, 4, 1, 0),
         },
     ),

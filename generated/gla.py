@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program e165b681:
+# gated linear attention, one decay a channel, program 2296ea6a:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_e165b681"
+_NAME = "gla_2296ea6a"
 
 
 #: What kernels are not compiled anew for.
@@ -1083,7 +1083,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare": (64, 64, 4, 3, 168),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 128, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 248),
             "finish_1": (32, 64, 4, 1, 0),
         },
     ),
@@ -1095,7 +1095,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare": (64, 64, 4, 1, 0),
             "scan": (0, 64, 8, 3, 0),
             "reverse": (0, 64, 8, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
+            "finish": (0, 64, 8, 1, 248),
             "finish_1": (64, 64, 8, 1, 0),
         },
     ),
@@ -1107,7 +1107,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare": (64, 64, 4, 1, 0),
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
+            "finish": (0, 32, 8, 1, 248),
             "finish_1": (32, 64, 4, 1, 0),
         },
     ),
@@ -1119,7 +1119,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare": (64, 32, 4, 1, 0),
             "scan": (0, 32, 8, 3, 0),
             "reverse": (0, 32, 8, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
+            "finish": (0, 32, 8, 1, 248),
             "finish_1": (32, 32, 8, 1, 0),
         },
     ),
@@ -1131,7 +1131,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare": (64, 32, 4, 1, 0),
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 4, 1, 0),
+            "finish": (0, 32, 4, 1, 248),
             "finish_1": (64, 32, 4, 1, 0),
         },
     ),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program 556409ce:
+# Kimi Delta Attention, program 621d3c0c:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda", "kda_step"]
 
-_NAME = "kda_556409ce"
+_NAME = "kda_621d3c0c"
 
 
 #: What kernels are not compiled anew for.
@@ -1337,7 +1337,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (128, 64, 4, 1, 0),
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
-            "finish": (0, 128, 8, 1, 0),
+            "finish": (0, 128, 8, 1, 248),
             "finish_1": (32, 64, 4, 1, 0),
         },
     ),
@@ -1350,7 +1350,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 64, 4, 1, 0),
             "scan": (0, 64, 8, 3, 0),
             "reverse": (0, 64, 8, 3, 0),
-            "finish": (0, 64, 8, 1, 0),
+            "finish": (0, 64, 8, 1, 248),
             "finish_1": (64, 64, 8, 1, 0),
         },
     ),
@@ -1363,7 +1363,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 64, 4, 1, 0),
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
+            "finish": (0, 32, 8, 1, 248),
             "finish_1": (32, 64, 4, 1, 0),
         },
     ),
@@ -1376,7 +1376,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 32, 4, 1, 0),
             "scan": (0, 32, 8, 3, 0),
             "reverse": (0, 32, 8, 3, 0),
-            "finish": (0, 32, 8, 1, 0),
+            "finish": (0, 32, 8, 1, 248),
             "finish_1": (32, 32, 8, 1, 0),
         },
     ),
@@ -1389,7 +1389,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "prepare_1": (64, 32, 4, 1, 0),
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
-            "finish": (0, 32, 4, 1, 0),
+            "finish": (0, 32, 4, 1, 248),
             "finish_1": (64, 32, 4, 1, 0),
         },
     ),
