@@ -2,10 +2,10 @@
 
     python benchmarks/one_token.py [--calls 500]
 
-KDA at T = 1 in float64, the states S and dS rounded to bfloat16 where they enter a product, as any implementation on
-16-bit matrix units must round them; v and do, which are bfloat16 already, are not. dbeta of a head is then one inner
-product, and so is dq up to a known vector: where it cancels, the rounding stays. Prints the share of calls (2 rows of 6
-heads, states in and out, the law of tests/inputs.py) in which some head is off by more than twice its bound.
+KDA at T = 1 in float64, the states S and dS rounded to bfloat16 where they enter a product, once, as one product of
+16-bit operands rounds them; v and do, which are bfloat16 already, are not. dbeta of a head is then one inner product,
+and so is dq up to a known vector: where it cancels, the rounding stays. Prints the share of calls (2 rows of 6 heads,
+states in and out, the law of tests/inputs.py) in which some head is off by more than twice its bound.
 """
 
 from __future__ import annotations

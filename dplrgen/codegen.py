@@ -102,7 +102,7 @@ def _triton_matmul(n: Node, args: list[str]) -> str:
 
 
 def _fine_operands(n: Node) -> tuple[bool, ...]:
-    """Which operands of a product carry the rounding of the solve: beside the inverse, the other if it is a sum."""
+    """Which operands carry the rounding of the solve: in a product with the inverse, a sum of products too."""
     solved = [_solved(a) for a in n.args]
     inverts = any(x and a.axes == ("C", "C") for x, a in zip(solved, n.args, strict=True))
     return tuple(x or (inverts and _is_sum(a)) for x, a in zip(solved, n.args, strict=True))

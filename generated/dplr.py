@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 1730d7c5:
+# gated diagonal plus low rank, the master form, program 95f876e6:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr", "dplr_step"]
 
-_NAME = "dplr_1730d7c5"
+_NAME = "dplr_95f876e6"
 
 
 #: What kernels are not compiled anew for.
@@ -1588,9 +1588,9 @@ def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
 
 
 def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes of what a call on a GPU keeps: operands of products, and of products with what the inverse makes.
+    """Dtypes of what launches hand over and a call keeps: operands of products, and what the solve made.
 
-    The latter are float32 where the keys are few enough that there is room.
+    The latter is float32 where the keys are few enough that there is room.
     """
     dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
     return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
@@ -1648,7 +1648,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     own = {}
     for key in (*_WHOLE_K, *_WALK_K):
         block_k, block_v, warps, stages, registers = table[key.partition(".")[2]]
-        # Products of 16-bit types with a side of 16 or 32 are wrong or worse on Hopper up to Triton 3.6.
+        # Products on Hopper's matrix units with a side of 16 or 32 are wrong or worse up to Triton 3.6.
         least = 16 if wide else 64
         BK, BV = max(least, _power(K)), min(block_v, max(least, _power(V)))
         if key in _WALK_K:
@@ -1838,7 +1838,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,)), Aqa if save else q.new_empty((0,)), E if save else q.new_empty((0,)), Abk if save else q.new_empty((0,)), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), Aqa if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=stored["fine"]), Abk if save else q.new_empty((0,), dtype=stored["dot"]), ]
 
 
 def _backward_triton(

@@ -38,7 +38,7 @@ class Place:
 
     @property
     def rounds(self) -> bool:
-        """Whether operands of products have 16 bits: on the CPU they do not."""
+        """Whether operands of products have fewer digits than float32: on the CPU they do not."""
         return self.device != "cpu" and self.dtype != torch.float32
 
     def length(self, tokens: int) -> int:

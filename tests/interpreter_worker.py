@@ -21,6 +21,7 @@ import torch
 from contract import scattered
 from inputs import has_gate, make
 from oracles import names
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
@@ -114,6 +115,27 @@ def run_layouts(name: str) -> list[str]:
     return failures
 
 
+def run_fakes(name: str) -> list[str]:
+    """What torch.compile is told of a GPU call's results is what the kernels' launcher gives, kept values included."""
+    module = importlib.import_module(f"dplrgen.generated.{name}")
+    failures = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):  # bfloat16: of the dtypes alone
+        streams, h0, _, _ = make(name, 1, 3, 1, 2, 16, 18, dtype, regime="mild" if has_gate(name) else "zero", seed=83)
+        given = [x.detach() for x in (*streams, h0)]
+        for save in (True, False):
+            rest = (None, None, 0.25, True, save)
+            with torch.no_grad():
+                real = module._forward_triton(*given, *rest)
+            with FakeTensorMode():
+                told = module._forward_fake(*(torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in given), *rest)
+            failures += [
+                f"result {i} is {x.dtype} {list(x.shape)}, told {y.dtype} {list(y.shape)} ({dtype}, save={save})"
+                for i, (x, y) in enumerate(zip(real, told, strict=True))
+                if (x.dtype, x.shape) != (y.dtype, y.shape)
+            ]
+    return failures
+
+
 def main(variants: list[str]) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise SystemExit("TRITON_INTERPRET=1 must be set before this process starts")
@@ -131,10 +153,11 @@ def main(variants: list[str]) -> None:
                 failures, worst = ["\n".join(traceback.format_exc().splitlines()[-12:])], {}
             entry["failures"] += failures
             entry["worst"] = {k: max(v, entry["worst"].get(k, 0.0)) for k, v in worst.items()} or entry["worst"]
-        try:
-            report[name]["float32"]["failures"] += run_layouts(name)
-        except Exception:
-            report[name]["float32"]["failures"] += ["\n".join(traceback.format_exc().splitlines()[-12:])]
+        for check in (run_layouts, run_fakes):
+            try:
+                report[name]["float32"]["failures"] += check(name)
+            except Exception:
+                report[name]["float32"]["failures"] += ["\n".join(traceback.format_exc().splitlines()[-12:])]
     print(json.dumps(report))
 
 

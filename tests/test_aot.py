@@ -1,7 +1,7 @@
 """Every kernel compiles for GPUs that are not here and fits them; the table in benchmarks/results is of these kernels.
 
-Compiled here at K = V = 64 in bfloat16, and dplr in float16, so that it takes minutes; the table holds the rest, and its
-digests say whether it was made from the files in generated/.
+Compiled here at K = V = 64 in bfloat16, and dplr in float16, so that it takes minutes; the table holds the rest, and
+its digests say whether it was made from the files in generated/.
 """
 
 from __future__ import annotations
