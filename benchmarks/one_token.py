@@ -21,9 +21,7 @@ from torch import Tensor
 bench.use_checkout()
 
 import metrics  # noqa: E402
-from inputs import make  # noqa: E402
-
-REGIMES = ("weak", "mild", "strong", "spikes", "zero")
+from inputs import REGIMES, make  # noqa: E402
 
 
 def gradients(streams: Sequence[Tensor], h0: Tensor, do: Tensor, dht: Tensor, rounded: bool) -> dict[str, Tensor]:
