@@ -21,7 +21,7 @@ from dplrgen.passes import literal, terms
 from dplrgen.schedule import TREE, Kernel, Phase, Plan, contracts, is_leaf
 from dplrgen.variants import Variant
 
-__all__ = ["VERSION", "Plans", "digest", "emit", "plans", "render", "storage", "write_if_changed"]
+__all__ = ["VERSION", "Plans", "digest", "emit", "parts_of", "plans", "render", "storage", "write_if_changed"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 VERSION = "0.1.0"
@@ -95,35 +95,44 @@ def _inside(axes: Axes) -> str:
 def _triton_matmul(n: Node, args: list[str]) -> str:
     x = f"tl.trans({args[0]})" if n.attr("tx") else args[0]
     y = f"tl.trans({args[1]})" if n.attr("ty") else args[1]
-    first, second = _fine_operands(n)
-    if first or second:
-        return f"_dot_fine({x}, {y}, DOT, PRECISION, FINE, {first}, {second})"
+    parts = parts_of(n)
+    if any(p != "False" for p in parts):
+        return f"_dot_fine({x}, {y}, DOT, PRECISION, {', '.join(parts)})"
     return f"_dot({x}, {y}, DOT, PRECISION)"
 
 
-def _fine_operands(n: Node) -> tuple[bool, ...]:
-    """Which operands carry the rounding of the solve: in a product with the inverse, a sum of products too."""
-    solved = [_solved(a) for a in n.args]
-    inverts = any(x and a.axes == ("C", "C") for x, a in zip(solved, n.args, strict=True))
-    return tuple(x or (inverts and _is_sum(a)) for x, a in zip(solved, n.args, strict=True))
+def parts_of(n: Node) -> list[str]:
+    """Whether a product takes each operand in two parts: "True", "False", or "FINE" where the key size decides.
+
+    Always: the inverse and what meets it, which it amplifies, and what is added to a state, where rounding stays.
+    """
+    grains = [_grain(a) for a in n.args]
+    if "inverse" in grains or n.axes == ("K", "V"):
+        return [str(grain != "") for grain in grains]
+    return ["FINE" if grain else "False" for grain in grains]
+
+
+def _grain(n: Node) -> str:
+    """Whether rounding a tile once, to a product's dtype, may cost digits of results: "inverse", "fine", or "" for no.
+
+    Where keys repeat or are long, the inverse amplifies what its factors were rounded by; gradients cancel where the
+    cotangents of C x C products, sums over V, meet keys again. Told from the graph alone.
+    """
+    if n.axes == ("C", "C"):
+        if "inverse" in (n.op, dict(n.attrs).get("of")):
+            return "inverse"
+        if n.op == "matmul":
+            return "fine" if "V" in n.args[0].axes else ""
+        if n.op in ("mul", "neg", "columns", "mask"):  # rows, columns or pairs scaled
+            return next(filter(None, map(_grain, n.args)), "")
+    if n.axes == ("C", "V") and n.op == "matmul":
+        return "fine" if all(_grain(a) for a in n.args) else ""
+    return "fine" if _is_sum(n) else ""
 
 
 def _is_sum(n: Node) -> bool:
-    """Whether a tile of values adds up products."""
+    """Whether a tile of values adds up products: what tokens write after the delta rule, or its cotangent."""
     return n.op in ("add", "neg") and n.axes == ("C", "V") and any(t.op == "matmul" for _, t in terms(n))
-
-
-def _solved(n: Node) -> bool:
-    """Whether a value is the inverse, up to scaled rows and columns, or what it gave tokens to write, or its cotangent.
-
-    These carry the rounding of the solve: where keys repeat or are long, the inverse amplifies it.
-    """
-    if n.op == "matmul" and n.axes == ("C", "V"):
-        return all(_fine_operands(n))
-    if n.axes == ("C", "C"):
-        scaled = n.op in ("mul", "neg", "columns") and any(_solved(a) for a in n.args)
-        return scaled or "inverse" in (n.op, dict(n.attrs).get("of"))
-    return _is_sum(n) and any(t.op == "matmul" and any(_solved(a) for a in t.args) for _, t in terms(n))
 
 
 def _triton_sum(n: Node, args: list[str]) -> str:
@@ -170,7 +179,7 @@ _TRITON: dict[str, Callable[[Node, list[str]], str]] = {
     "columns": lambda n, args: f"({args[0]} * {args[1]}[None, :])",
     "diagonal": lambda n, args: f"tl.sum(tl.where(row[:, None] == row[None, :], {args[0]}, 0.0), 1)",
     "pair": lambda n, args: f"_pairs({args[0]}, row, {n.attr('left') == 'before'}, {n.attr('strict')})",
-    "inverse": lambda n, args: f"_inverse({args[0]}, row, C, LEVELS, SOLVE)",
+    "inverse": lambda n, args: f"_inverse({args[0]}, row, C, LEVELS, DOT, SOLVE, FINE)",
 }
 
 
@@ -251,11 +260,14 @@ class _Writer:
 
     names: Mapping[Node, str]
     backend: str
+    narrow: frozenset[Node] = frozenset()  # Triton only: tiles that may be 16 bits wide, for products
     inlined: Mapping[Node, str] = field(default_factory=dict)
     scan: bool = False  # PyTorch only: tiles are those of one chunk
 
     def expression(self, n: Node, bound: Mapping[Node, str]) -> str:
         args = [self.operand(a, bound) for a in n.args]
+        if n.op != "matmul":  # arithmetic is float32
+            args = [f"{t}.to(tl.float32)" if a in self.narrow else t for t, a in zip(args, n.args, strict=True)]
         if OPS[n.op].elementwise:
             align = _aligned if self.backend == "triton" else _torch_aligned
             args = [t if _is_number(a) else align(t, a.axes, n.axes) for t, a in zip(args, n.args, strict=True)]
@@ -309,7 +321,9 @@ def _prints_once(reader: Node, operand: Node) -> bool:
 
 def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str, Axes]]) -> dict[str, Any]:
     """What a skeleton needs to print one kernel."""
-    site = _Site(plan, kernel, signature, _labels(plan), _Writer(plan.names, "triton"))
+    held = kernel.state[:1] if kernel.state else ()
+    narrow = frozenset(n for n in kernel.loads if n not in held and _buffered(n) and storage(n, plan) != "float32")
+    site = _Site(plan, kernel, signature, _labels(plan), _Writer(plan.names, "triton", narrow))
     names = plan.names
     bound: dict[Node, str] = {}
     blocks = []
@@ -339,8 +353,16 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
         "serves": kernel.serves,
         "whole_k": kernel.whole_k,
         "trees": any(n.op in TREE for n in kernel.nodes),
-        "tiles": [sum(1 for m in loads if tuple(m["axes"]) == ("C", axis)) for axis in ("K", "V", "C")],
+        "tiles": [
+            sum(1 for m in loads if tuple(m["axes"]) == ("C", axis) and (m["dtype"] == "float32" or not wide))
+            for axis, wide in (("K", False), ("V", False), ("V", True), ("C", False))
+        ],
     }
+
+
+def _buffered(n: Node) -> bool:
+    """Whether a value that a kernel loads comes from another launch and not from the call."""
+    return n.op != "input" or dict(n.attrs).get("role") is not None or n.axes == ("K", "V")
 
 
 def _labels(plan: Plan) -> dict[Node, list[tuple[int, str]]]:
@@ -367,11 +389,10 @@ class _Site:
     def memory(self, n: Node) -> dict[str, Any]:
         """Where a value lives in memory: an input tensor of the call, or a tile of a buffer."""
         name = self.plan.names[n]
-        attrs = dict(n.attrs) if n.op == "input" else {}
         entry: dict[str, Any] = {"node": n, "name": name, "axes": n.axes, "v": "V" in n.axes, "buffer": True}
         entry["dtype"] = storage(n, self.plan)
         entry["saved"] = n in self.plan.saved and not any(n in k.loads for k in self.plan.kernels)
-        if n.op == "input" and attrs.get("role") is None and n.axes != ("K", "V"):
+        if not _buffered(n):
             heads, _ = self.signature.get(name, ("HV", ()))
             entry |= {"buffer": False, "heads": heads}
         return entry
@@ -395,13 +416,14 @@ class _Site:
 
 
 def storage(n: Node, plan: Plan) -> str:
-    """How a value crosses launches: in the products' dtype (dot), in that of the solve's results (fine), in float32."""
+    """How a value crosses launches: in the products' dtype (dot), in float32, or by the key size in either (fine)."""
     readers = [m for m in plan.program.nodes() if n in m.args]
     if n.axes == ("C", "V") and readers and all(m.op in ("add", "neg") for m in readers):
-        return "fine"
+        return "float32" if any(storage(m, plan) == "float32" for m in readers) else "fine"
     if n.axes in (("C", "V"), ("C", "C"), ("K", "V")):
-        products = [m for m in readers if m.op == "matmul"]
-        return "fine" if _solved(n) or any(_fine_operands(m)[m.args.index(n)] for m in products) else "dot"
+        grain = _grain(n)
+        amplified = any(_grain(a) == "inverse" for m in readers if m.op == "matmul" for a in m.args)
+        return "float32" if grain == "inverse" or (grain and amplified) else grain or "dot"
     if n.axes == ("C", "K") and readers and all(m.op == "matmul" for m in readers):
         return "dot"
     return "float32"
@@ -771,6 +793,7 @@ def _render(variant: Variant) -> str:
         "forward": ahead,
         "backward": back,
         "step": step_context(variant),
+        "fine_k": schedule.FINE_K,
         "whole_k": tuple(k["key"] for k in launches if k["whole_k"]),
         "walk_k": tuple(k["key"] for k in launches if not k["whole_k"]),
         "trees": tuple(k["key"] for k in launches if k["trees"]),

@@ -50,6 +50,10 @@ class Sizes:
     def levels(self) -> int:
         return self.C.bit_length() - 1
 
+    @property
+    def fine(self) -> bool:
+        return self.K <= schedule.FINE_K and self.element == 2
+
     def elements(self, axes: Axes) -> int:
         return math.prod({"C": self.C, "K": self.K, "V": self.V}[a] for a in axes)
 
@@ -99,7 +103,9 @@ def _is_log_decay(n: Node) -> bool:
 
 def _matmul(n: Node, sizes: Sizes) -> Work:
     inner = n.args[0].axes[0 if n.attr("tx") else 1]
-    return Work(n, "tile", 1, 2 * sizes.elements((*n.axes, inner)))
+    products = 1 + sum(sizes.fine if part == "FINE" else part == "True" for part in codegen.parts_of(n))
+    products = products if sizes.element == 2 else 1  # IEEE float32 needs no parts
+    return Work(n, "tile", products, products * 2 * sizes.elements((*n.axes, inner)))
 
 
 def _tree(n: Node, sizes: Sizes) -> Work:
@@ -112,8 +118,10 @@ def _sides(sizes: Sizes) -> list[int]:
 
 
 def _inverse(n: Node, sizes: Sizes) -> Work:
-    # The first level is elementwise, a later one multiplies twice.
-    return Work(n, "inverse", 2 * (sizes.levels - 1), sum(4 * sizes.C * side**2 for side in _sides(sizes)[1:]))
+    # The first level is elementwise, a later one multiplies twice; a step of Newton's method takes four products.
+    refine = 4 if sizes.fine else 0
+    flops = sum(4 * sizes.C * side**2 for side in _sides(sizes)[1:]) + refine * 2 * sizes.C**3
+    return Work(n, "inverse", 2 * (sizes.levels - 1) + refine, flops)
 
 
 def _run(n: Node, sizes: Sizes) -> Work:

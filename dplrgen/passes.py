@@ -704,16 +704,17 @@ def hoist_rules(carried: Iterable[Node]) -> tuple[Rule, ...]:
 # Lower: what the machine does
 
 
-@rule("row-scale", "b = beta k: the row scale leaves the Gram product")
+@rule("row-scale", "b = beta k: the row scale leaves the Gram product, which keeps the exact values of the input")
 def _row_scale(n: Node) -> Node | None:
-    if n.op != "gram":
+    plain_gram = n.op == "matmul" and n.axes == ("C", "C") and n.attr("ty") and not n.attr("tx")
+    if n.op != "gram" and not plain_gram:
         return None
     sign, parts = factors(n.args[0])
     rows = [p for p in parts if p.axes in (("C",), ()) and literal(p) is None and p.op != "param"]
     rest = [p for p in parts if p not in rows]
     if not rows or not rest:
         return None
-    plain = node("gram", product(sign, rest, n.args[0].axes), *n.args[1:], **dict(n.attrs))
+    plain = node(n.op, product(sign, rest, n.args[0].axes), *n.args[1:], **dict(n.attrs))
     return product(1, [*rows, plain], n.axes)
 
 

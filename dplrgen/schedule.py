@@ -27,6 +27,7 @@ from dplrgen.ir import OPS, Node, Program, leaf, substitute, topological
 
 __all__ = [
     "CONFIGS",
+    "FINE_K",
     "TREE",
     "Kernel",
     "Phase",
@@ -504,6 +505,10 @@ def _word(n: Node, names: Mapping[Node, str]) -> str:
 def _options(**kernels: tuple[int, int, int, int, int]) -> tuple[tuple[str, tuple[int, int, int, int, int]], ...]:
     return tuple(kernels.items())
 
+
+#: The most keys for which products take what cancels in two parts and launches hand it over in float32: beyond, the
+#: forward scan fills shared memory, and a step would take a tenth longer.
+FINE_K = 64
 
 #: (what products are made in, largest K, tokens a chunk, ((kernel, options), ...)); the first match wins. Options:
 #: block of K, block of V, warps, stages, most registers (0: 255). A kernel that does not walk K takes all of it; a scan

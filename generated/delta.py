@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program c11983c2:
+# the delta rule, no decay, program 8b929a9d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta", "delta_step"]
 
-_NAME = "delta_c11983c2"
+_NAME = "delta_8b929a9d"
 
 
 #: What kernels are not compiled anew for.
@@ -91,13 +91,23 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @_jit
-def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
-    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
-    x_high, y_high = x.to(DOT), y.to(DOT)
+def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product takes it; what TF32 would cut off is rounded here."""
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(DOT)
+    return out
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y, with x if X, and y if Y, in two parts, which have twice the digits of one. IEEE products need no parts."""
+    x_high, y_high = _nearest(x, DOT, PRECISION), _nearest(y, DOT, PRECISION)
     out = tl.dot(x_high, y_high, input_precision=PRECISION)
-    if FINE and X:
+    if X and PRECISION != "ieee":
         out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
-    if FINE and Y:
+    if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
 
@@ -296,19 +306,32 @@ def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
 
 
 @_jit
-def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr):
+    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks.
+
+    Where keys repeat the levels amplify what TF32 rounds away; REFINE takes most of it back, by a step of Newton's method.
+    """
     lane = tl.arange(0, 16)
     n_16 = _diagonal_blocks(n, C)
     e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
     for level in range(1, 4):
         below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
-        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+        e_16 = _joined(e_16, below, PRECISION)
     e = _from_blocks(e_16, C)
     for level in range(4, LEVELS):
-        below = tl.where(_edge(row, level), n, 0.0)
-        e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
+        e = _joined(e, tl.where(_edge(row, level), n, 0.0), PRECISION)
+    if REFINE and PRECISION != "ieee":
+        rest = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - e - _dot_fine(n, e, DOT, PRECISION, True, True)
+        e += tl.dot(e, rest, input_precision=PRECISION)
     return e
+
+
+@_jit
+def _joined(e, below, PRECISION: tl.constexpr):
+    """Inverses of the blocks on the diagonal, joined by the blocks below them."""
+    near = _nearest(e, tl.float32, PRECISION)
+    inner = tl.dot(near, _nearest(below, tl.float32, PRECISION), input_precision=PRECISION)
+    return e - tl.dot(_nearest(inner, tl.float32, PRECISION), near, input_precision=PRECISION)
 
 
 @_jit
@@ -356,8 +379,8 @@ def _forward_prepare(
     QL_out,
     Aqk_out,
     E_out,
-    x4_out,
     x5_out,
+    x6_out,
     places_ptr,
     scale,
     T,
@@ -399,7 +422,6 @@ def _forward_prepare(
     row = tl.arange(0, C)
     in_c = row < rows
     x = tl.zeros([C, C, ], tl.float32)
-    beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     x2 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -411,41 +433,40 @@ def _forward_prepare(
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x = QL @ k^T
         x += _dot(QL, tl.trans(k), DOT, PRECISION)
-        # x2 = (beta * k) @ k^T
-        x2 += _dot((beta[:, None] * k), tl.trans(k), DOT, PRECISION)
+        # x2 = k @ k^T
+        x2 += _dot(k, tl.trans(k), DOT, PRECISION)
     # Aqk = mask(x, strict=False)
     Aqk = tl.where(_keep_to(row), x, 0.0)
     _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
-    # N = mask(x2, strict=True)
-    N = tl.where(_keep_before(row), x2, 0.0)
+    beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
+    # N = mask((beta * x2), strict=True)
+    N = tl.where(_keep_before(row), (beta[:, None] * x2), 0.0)
     # E = inverse(N)
-    E = _inverse(N, row, C, LEVELS, SOLVE)
+    E = _inverse(N, row, C, LEVELS, DOT, SOLVE, FINE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
-    # x3 = E * beta^T
-    x3 = E * beta[None, :]
+    # x4 = E * beta^T
+    x4 = E * beta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # BL = beta * k
-        BL = beta[:, None] * k
-        # x5 = x3 @ k
-        x5 = _dot_fine(x3, k, DOT, PRECISION, FINE, True, False)
-        _store_rows(x5_out + tile * C * K, x5, row, col_k, K, C, K, K % BK == 0)
+        # x6 = x4 @ k
+        x6 = _dot_fine(x4, k, DOT, PRECISION, True, False)
+        _store_rows(x6_out + tile * C * K, x6, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x4 = x3 @ v
-        x4 = _dot_fine(x3, v, DOT, PRECISION, FINE, True, False)
-        _store_rows(x4_out + tile * C * V, x4, row, col_v, V, C, V, V % BV == 0)
+        # x5 = x4 @ v
+        x5 = _dot_fine(x4, v, DOT, PRECISION, True, False)
+        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
+    x6_ptr,
     x5_ptr,
-    x4_ptr,
     Aqk_ptr,
     QL_ptr,
     k_ptr,
@@ -515,27 +536,27 @@ def _forward_scan(
         rows = token_end - start
         in_c = row < rows
         tile = (chunk_first + chunk) * HV + head_v
-        x5 = _load_rows(x5_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x6 = x5 @ S
-        x6 = _dot(x5, S, DOT, PRECISION)
-        x4 = _load_rows(x4_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = x4 + -x6
-        Vnew = x4 + (-x6)
+        x6 = _load_rows(x6_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x7 = x6 @ S
+        x7 = _dot(x6, S, DOT, PRECISION)
+        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x5 + -x7
+        Vnew = x5.to(tl.float32) + (-x7)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-        # x8 = Aqk @ Vnew
-        x8 = _dot_fine(Aqk, Vnew, DOT, PRECISION, FINE, False, True)
+        # x9 = Aqk @ Vnew
+        x9 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x9 = QL @ S
-        x9 = _dot(QL, S, DOT, PRECISION)
-        # o = x8 + x9
-        o = x8 + x9
+        # x10 = QL @ S
+        x10 = _dot(QL, S, DOT, PRECISION)
+        # o = x9 + x10
+        o = x9 + x10
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x10 = k^T @ Vnew
-        x10 = _dot_fine(tl.trans(k), Vnew, DOT, PRECISION, FINE, False, True)
-        # S_next = x10 + S
-        S_next = x10 + S
+        # x11 = k^T @ Vnew
+        x11 = _dot_fine(tl.trans(k), Vnew, DOT, PRECISION, False, True)
+        # S_next = x11 + S
+        S_next = x11 + S
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -622,7 +643,7 @@ def _backward_prepare(
         in_k = col_k < K
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x4 = x2 @ k
-        x4 = _dot_fine(x2, k, DOT, PRECISION, FINE, True, False)
+        x4 = _dot_fine(x2, k, DOT, PRECISION, True, False)
         _store_rows(x4_out + tile * C * K, x4, row, col_k, K, C, K, K % BK == 0)
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = scale * q
@@ -634,7 +655,7 @@ def _backward_prepare(
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x3 = x2 @ v
-        x3 = _dot_fine(x2, v, DOT, PRECISION, FINE, True, False)
+        x3 = _dot_fine(x2, v, DOT, PRECISION, True, False)
         _store_rows(x3_out + tile * C * V, x3, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x11 = Aqk^T @ do
@@ -720,11 +741,11 @@ def _backward_scan(
         x5 = _dot(x4, S, DOT, PRECISION)
         x3 = _load_rows(x3_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x3 + -x5
-        Vnew = x3 + (-x5)
+        Vnew = x3.to(tl.float32) + (-x5)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x29 = k^T @ Vnew
-        x29 = _dot_fine(tl.trans(k), Vnew, DOT, PRECISION, FINE, False, True)
+        x29 = _dot_fine(tl.trans(k), Vnew, DOT, PRECISION, False, True)
         # S_next = x29 + S
         S_next = x29 + S
         S = S_next
@@ -823,7 +844,7 @@ def _backward_reverse(
         x30 = _dot(tl.trans(QL), do, DOT, PRECISION)
         x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x32 = x4^T @ dVnew
-        x32 = _dot(tl.trans(x4), dVnew, DOT, PRECISION)
+        x32 = _dot_fine(tl.trans(x4), dVnew, DOT, PRECISION, False, True)
         # dS_prev = (dS + x30) + -x32
         dS_prev = (dS + x30) + (-x32)
         dS = dS_prev
@@ -916,17 +937,17 @@ def _backward_finish(
         x += _dot(do, tl.trans(S), DOT, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot_fine(do, tl.trans(Vnew), DOT, PRECISION, FINE, False, True)
+        dAqk += _dot_fine(do, tl.trans(Vnew), DOT, PRECISION, False, FINE)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # x9 = Vnew @ dS^T
-        x9 += _dot_fine(Vnew, tl.trans(dS), DOT, PRECISION, FINE, True, False)
+        x9 += _dot_fine(Vnew, tl.trans(dS), DOT, PRECISION, FINE, False)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x12 = E^T @ dVnew
-        x12 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, FINE, True, True)
+        x12 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, True, True)
         # x13 = x12 @ Vnew^T
-        x13 += _dot_fine(x12, tl.trans(Vnew), DOT, PRECISION, FINE, True, True)
+        x13 += _dot_fine(x12, tl.trans(Vnew), DOT, PRECISION, FINE, FINE)
         # x18 = x12 @ S^T
-        x18 += _dot_fine(x12, tl.trans(S), DOT, PRECISION, FINE, True, False)
+        x18 += _dot_fine(x12, tl.trans(S), DOT, PRECISION, FINE, False)
         # dv = x12 * beta
         dv = x12 * beta[:, None]
         if NEED & 4:
@@ -1022,22 +1043,22 @@ def _backward_finish_1(
         in_k = col_k < K
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = x7 @ k
-        x8 = _dot(x7, k, DOT, PRECISION)
+        x8 = _dot_fine(x7, k, DOT, PRECISION, FINE, False)
         x = _load_rows(x_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x + x8) * scale
         dq = (x + x8) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, rows, K, K % BK == 0)
         # x15 = x14^T @ (beta * k)
-        x15 = _dot(tl.trans(x14), (beta[:, None] * k), DOT, PRECISION)
+        x15 = _dot_fine(tl.trans(x14), (beta[:, None] * k), DOT, PRECISION, FINE, False)
         # x20 = x14 @ k
-        x20 = _dot(x14, k, DOT, PRECISION)
+        x20 = _dot_fine(x14, k, DOT, PRECISION, FINE, False)
         x19 = _load_rows(x19_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dBL = x19 + -x20
         dBL = x19 + (-x20)
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x24 = x7^T @ (scale * q)
-        x24 = _dot(tl.trans(x7), (scale * q), DOT, PRECISION)
+        x24 = _dot_fine(tl.trans(x7), (scale * q), DOT, PRECISION, FINE, False)
         x9 = _load_rows(x9_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dk = ((x9 + -x15) + (dBL * beta)) + x24
         dk = ((x9 + (-x15)) + (dBL * beta[:, None])) + x24
@@ -1121,14 +1142,16 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
 )
+#: The most keys for which products take in two parts what cancels (`FINE`).
+_FINE_K = 64
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
 _TREES = ()
-#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+#: Tiles [C, K], [C, V], of these in float32, and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
-    "forward.scan": [3, 1, 1],
-    "backward.scan": [2, 1, 0],
-    "backward.reverse": [3, 2, 0],
+    "forward.scan": [3, 1, 0, 1],
+    "backward.scan": [2, 1, 0, 0],
+    "backward.reverse": [3, 2, 1, 0],
 }
 
 
@@ -1145,12 +1168,12 @@ def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
 
 
 def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes of what launches hand over and a call keeps: operands of products, and what the solve made.
+    """Dtypes of what launches hand over and a call keeps: operands of products, and what products take in two parts.
 
     The latter is float32 where the keys are few enough that there is room.
     """
     dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
-    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
+    return {"dot": dot, "fine": torch.float32 if K <= _FINE_K else dot}
 
 
 def _power(x: int) -> int:
@@ -1195,7 +1218,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "LEVELS": C.bit_length() - 1,
         "DOT": tl.bfloat16 if size == 2 else tl.float32,
         "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
-        "FINE": stored["fine"] != stored["dot"],
+        "FINE": K <= _FINE_K,
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1215,8 +1238,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
                 BK = min(block_k, BK)
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
-            keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
+            keys, values, wide_values, squares = _SCAN_TILES[key]
+            values_size = stored["fine"].itemsize * (values - wide_values) + 4 * wide_values
+            tiles = C * (size * (keys * BK + squares * C) + values_size * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
@@ -1303,9 +1327,9 @@ def _forward_triton(
     initial = none if initial_state is None else initial_state.contiguous()
     QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
-    E = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"]) if save else none
-    x4 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
-    x5 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
+    x5 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    x6 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1317,8 +1341,8 @@ def _forward_triton(
             QL,
             Aqk,
             E,
-            x4,
             x5,
+            x6,
             chunks if packed else none,
             scale,
             T,
@@ -1334,8 +1358,8 @@ def _forward_triton(
         _launch(
             _forward_scan,
             N * HV * -(-V // own["forward.scan"]["BV"]),
+            x6,
             x5,
-            x4,
             Aqk,
             QL,
             *_strided(k),
@@ -1356,7 +1380,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=stored["fine"]), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=torch.float32), ]
 
 
 def _backward_triton(
@@ -1396,7 +1420,7 @@ def _backward_triton(
         if needs & 31:
             x3 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             x4 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-            x11 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x11 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
@@ -1452,7 +1476,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 31:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
@@ -1482,9 +1506,9 @@ def _backward_triton(
             )
         if needs & 15:
             x = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x7 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            x7 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x9 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x14 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            x14 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x19 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x26 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
@@ -1747,42 +1771,42 @@ def _forward_rows(
     QL = scale * q
     # x = QL @ k^T
     x = QL @ k.mT
-    # x2 = (beta * k) @ k^T
-    x2 = (beta[..., :, None] * k) @ k.mT
+    # x2 = k @ k^T
+    x2 = k @ k.mT
     # Aqk = mask(x, strict=False)
     Aqk = torch.tril(x, 0)
-    # N = mask(x2, strict=True)
-    N = torch.tril(x2, -1)
+    # N = mask((beta * x2), strict=True)
+    N = torch.tril((beta[..., :, None] * x2), -1)
     # E = inverse(N)
     E = _inverse_of(N)
-    # x3 = E * beta^T
-    x3 = E * beta[..., None, :]
-    # x5 = x3 @ k
-    x5 = x3 @ k
-    # x4 = x3 @ v
-    x4 = x3 @ v
+    # x4 = E * beta^T
+    x4 = E * beta[..., None, :]
+    # x6 = x4 @ k
+    x6 = x4 @ k
+    # x5 = x4 @ v
+    x5 = x4 @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
+        x6_here = x6[:, chunk]
         x5_here = x5[:, chunk]
-        x4_here = x4[:, chunk]
         Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
         k_here = k[:, chunk]
-        # x6 = x5 @ S
-        x6 = x5_here @ S
-        # Vnew = x4 + -x6
-        Vnew = x4_here + (-x6)
-        # x8 = Aqk @ Vnew
-        x8 = Aqk_here @ Vnew
-        # x9 = QL @ S
-        x9 = QL_here @ S
-        # o = x8 + x9
-        o = x8 + x9
-        # x10 = k^T @ Vnew
-        x10 = k_here.mT @ Vnew
-        # S_next = x10 + S
-        S_next = x10 + S
+        # x7 = x6 @ S
+        x7 = x6_here @ S
+        # Vnew = x5 + -x7
+        Vnew = x5_here + (-x7)
+        # x9 = Aqk @ Vnew
+        x9 = Aqk_here @ Vnew
+        # x10 = QL @ S
+        x10 = QL_here @ S
+        # o = x9 + x10
+        o = x9 + x10
+        # x11 = k^T @ Vnew
+        x11 = k_here.mT @ Vnew
+        # S_next = x11 + S
+        S_next = x11 + S
         o_all.append(o)
         S = S_next
     end_S = S
@@ -2161,7 +2185,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor beta"
-_SAVED = ("dot", "fine", )
+_SAVED = ("dot", "float32", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 55687116:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program af22afad:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_55687116"
+_NAME = "dplr_absorbed_af22afad"
 
 
 #: What kernels are not compiled anew for.
@@ -103,13 +103,23 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @_jit
-def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
-    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
-    x_high, y_high = x.to(DOT), y.to(DOT)
+def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product takes it; what TF32 would cut off is rounded here."""
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(DOT)
+    return out
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y, with x if X, and y if Y, in two parts, which have twice the digits of one. IEEE products need no parts."""
+    x_high, y_high = _nearest(x, DOT, PRECISION), _nearest(y, DOT, PRECISION)
     out = tl.dot(x_high, y_high, input_precision=PRECISION)
-    if FINE and X:
+    if X and PRECISION != "ieee":
         out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
-    if FINE and Y:
+    if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
 
@@ -308,19 +318,32 @@ def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
 
 
 @_jit
-def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr):
+    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks.
+
+    Where keys repeat the levels amplify what TF32 rounds away; REFINE takes most of it back, by a step of Newton's method.
+    """
     lane = tl.arange(0, 16)
     n_16 = _diagonal_blocks(n, C)
     e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
     for level in range(1, 4):
         below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
-        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+        e_16 = _joined(e_16, below, PRECISION)
     e = _from_blocks(e_16, C)
     for level in range(4, LEVELS):
-        below = tl.where(_edge(row, level), n, 0.0)
-        e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
+        e = _joined(e, tl.where(_edge(row, level), n, 0.0), PRECISION)
+    if REFINE and PRECISION != "ieee":
+        rest = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - e - _dot_fine(n, e, DOT, PRECISION, True, True)
+        e += tl.dot(e, rest, input_precision=PRECISION)
     return e
+
+
+@_jit
+def _joined(e, below, PRECISION: tl.constexpr):
+    """Inverses of the blocks on the diagonal, joined by the blocks below them."""
+    near = _nearest(e, tl.float32, PRECISION)
+    inner = tl.dot(near, _nearest(below, tl.float32, PRECISION), input_precision=PRECISION)
+    return e - tl.dot(_nearest(inner, tl.float32, PRECISION), near, input_precision=PRECISION)
 
 
 @_jit
@@ -496,7 +519,7 @@ def _forward_prepare(
     if SAVE:
         _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
     # E = inverse(N)
-    E = _inverse(N, row, C, LEVELS, SOLVE)
+    E = _inverse(N, row, C, LEVELS, DOT, SOLVE, FINE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -507,7 +530,7 @@ def _forward_prepare(
         x8 = _sums(_keep_before(row), g, GATE_PARTS)
         d = _load_rows(d_ptr + (batch * d_stride_b + start * d_stride_t + head * d_stride_h) * UNIT_K, row, col_k, d_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (d * exp(x8))
-        W = _dot_fine(E, (d * tl.exp(x8)), DOT, PRECISION, FINE, True, False)
+        W = _dot_fine(E, (d * tl.exp(x8)), DOT, PRECISION, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -516,7 +539,7 @@ def _forward_prepare(
         # x7 = Abk @ v
         x7 = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x7
-        U = _dot_fine(E, x7, DOT, PRECISION, FINE, True, False)
+        U = _dot_fine(E, x7, DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -746,13 +769,13 @@ def _forward_scan(
         x10 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x11 = U + x10
-        x11 = U + x10
+        x11 = U.to(tl.float32) + x10
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x12 = Aqa @ x11
-        x12 = _dot_fine(Aqa, x11, DOT, PRECISION, FINE, False, True)
+        x12 = _dot_fine(Aqa, x11, DOT, PRECISION, False, FINE)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + -x12
-        o = (x4 + x5) + (-x12)
+        o = (x4 + x5.to(tl.float32)) + (-x12)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -761,7 +784,7 @@ def _forward_scan(
         x18 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x20 = AT^T @ x11
-        x20 = _dot_fine(tl.trans(AT), x11, DOT, PRECISION, FINE, False, True)
+        x20 = _dot_fine(tl.trans(AT), x11, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x18) + -x20
         S_next = ((S * Gc[:, None]) + x18) + (-x20)
@@ -863,7 +886,7 @@ def _backward_prepare(
         x2 = _sums(_keep_before(row), g, GATE_PARTS)
         d = _load_rows(d_ptr + (batch * d_stride_b + start * d_stride_t + head * d_stride_h) * UNIT_K, row, col_k, d_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (d * exp(x2))
-        W = _dot_fine(E, (d * tl.exp(x2)), DOT, PRECISION, FINE, True, False)
+        W = _dot_fine(E, (d * tl.exp(x2)), DOT, PRECISION, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
         # x22 = sum[after](g)
         x22 = _sums(_keep_after(row), g, GATE_PARTS)
@@ -897,7 +920,7 @@ def _backward_prepare(
         # x = Abk @ v
         x = _dot(Abk, v, DOT, PRECISION)
         # U = E @ x
-        U = _dot_fine(E, x, DOT, PRECISION, FINE, True, False)
+        U = _dot_fine(E, x, DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x31 = Aqa^T @ do
@@ -988,7 +1011,7 @@ def _backward_scan(
         x4 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x5 = U + x4
-        x5 = U + x4
+        x5 = U.to(tl.float32) + x4
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
@@ -996,7 +1019,7 @@ def _backward_scan(
         x80 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x82 = AT^T @ x5
-        x82 = _dot_fine(tl.trans(AT), x5, DOT, PRECISION, FINE, False, True)
+        x82 = _dot_fine(tl.trans(AT), x5, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x80) + -x82
         S_next = ((S * Gc[:, None]) + x80) + (-x82)
@@ -1090,7 +1113,7 @@ def _backward_reverse(
         _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x85 = W^T @ x33
-        x85 = _dot(tl.trans(W), x33, DOT, PRECISION)
+        x85 = _dot_fine(tl.trans(W), x33, DOT, PRECISION, False, True)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x87 = QL^T @ do
@@ -1181,7 +1204,7 @@ def _backward_finish(
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     Abk = _load_rows(Abk_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ Abk
-    U2 = _dot_fine(E, Abk, DOT, PRECISION, FINE, True, False)
+    U2 = _dot_fine(E, Abk, DOT, PRECISION, True, False)
     x6 = tl.zeros([C, C, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
@@ -1199,7 +1222,7 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = do @ x5^T
-        x6 += _dot_fine(do, tl.trans(x5), DOT, PRECISION, FINE, False, True)
+        x6 += _dot_fine(do, tl.trans(x5), DOT, PRECISION, False, FINE)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
@@ -1211,13 +1234,13 @@ def _backward_finish(
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
         x33 = _load_rows(x33_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x34 = E^T @ x33
-        x34 = _dot_fine(tl.trans(E), x33, DOT, PRECISION, FINE, True, True)
+        x34 = _dot_fine(tl.trans(E), x33, DOT, PRECISION, True, True)
         # dAbk = x34 @ v^T
-        dAbk += _dot_fine(x34, tl.trans(v), DOT, PRECISION, FINE, True, False)
+        dAbk += _dot_fine(x34, tl.trans(v), DOT, PRECISION, FINE, False)
         # x37 = KT @ dS
         x37 = _dot(KT, dS, DOT, PRECISION)
         # x38 = U2^T @ x33
-        x38 = _dot(tl.trans(U2), x33, DOT, PRECISION)
+        x38 = _dot_fine(tl.trans(U2), x33, DOT, PRECISION, False, FINE)
         # x40 = Aqk^T @ do
         x40 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x37 + x38) + x40
@@ -1225,13 +1248,13 @@ def _backward_finish(
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
         # x42 = x5 @ dS^T
-        x42 += _dot_fine(x5, tl.trans(dS), DOT, PRECISION, FINE, True, False)
+        x42 += _dot_fine(x5, tl.trans(dS), DOT, PRECISION, FINE, False)
         # x47 = x34 @ x5^T
-        x47 += _dot_fine(x34, tl.trans(x5), DOT, PRECISION, FINE, True, True)
+        x47 += _dot_fine(x34, tl.trans(x5), DOT, PRECISION, FINE, FINE)
         # dBL = x34 @ S^T
-        dBL += _dot_fine(x34, tl.trans(S), DOT, PRECISION, FINE, True, False)
+        dBL += _dot_fine(x34, tl.trans(S), DOT, PRECISION, FINE, False)
         # x65 = dS * S
-        x65 = dS * S
+        x65 = dS.to(tl.float32) * S.to(tl.float32)
         # dGc = sum_V(x65)
         dGc += tl.sum(x65, 1)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
@@ -1343,10 +1366,10 @@ def _backward_finish_1(
     in_c = row < rows
     x6 = _load_rows(x6_ptr + tile * C * C, row, row, C, C, C, True)
     # x7 = diagonal(-x6)
-    x7 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6), 0.0), 1)
+    x7 = tl.sum(tl.where(row[:, None] == row[None, :], (-x6.to(tl.float32)), 0.0), 1)
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
     # x9 = diagonal(dAqk)
-    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk.to(tl.float32), 0.0), 1)
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
     x47 = _load_rows(x47_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -1578,14 +1601,16 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
 )
+#: The most keys for which products take in two parts what cancels (`FINE`).
+_FINE_K = 64
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
 _TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
-#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+#: Tiles [C, K], [C, V], of these in float32, and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
-    "forward.scan": [4, 3, 1],
-    "backward.scan": [3, 2, 0],
-    "backward.reverse": [3, 2, 0],
+    "forward.scan": [4, 3, 0, 1],
+    "backward.scan": [3, 2, 0, 0],
+    "backward.reverse": [3, 2, 1, 0],
 }
 
 
@@ -1602,12 +1627,12 @@ def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
 
 
 def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes of what launches hand over and a call keeps: operands of products, and what the solve made.
+    """Dtypes of what launches hand over and a call keeps: operands of products, and what products take in two parts.
 
     The latter is float32 where the keys are few enough that there is room.
     """
     dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
-    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
+    return {"dot": dot, "fine": torch.float32 if K <= _FINE_K else dot}
 
 
 def _power(x: int) -> int:
@@ -1652,7 +1677,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "LEVELS": C.bit_length() - 1,
         "DOT": tl.bfloat16 if size == 2 else tl.float32,
         "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
-        "FINE": stored["fine"] != stored["dot"],
+        "FINE": K <= _FINE_K,
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1672,8 +1697,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
                 BK = min(block_k, BK)
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
-            keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
+            keys, values, wide_values, squares = _SCAN_TILES[key]
+            values_size = stored["fine"].itemsize * (values - wide_values) + 4 * wide_values
+            tiles = C * (size * (keys * BK + squares * C) + values_size * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
@@ -1760,7 +1786,7 @@ def _forward_triton(
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    E = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"]) if save else none
+    E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
     Abk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     W = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
@@ -1852,7 +1878,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), Aqa if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=stored["fine"]), Abk if save else q.new_empty((0,), dtype=stored["dot"]), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), Aqa if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=torch.float32), Abk if save else q.new_empty((0,), dtype=stored["dot"]), ]
 
 
 def _backward_triton(
@@ -1899,7 +1925,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             W = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-            x32 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x32 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
@@ -1966,7 +1992,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x33 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x33 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
@@ -1996,13 +2022,13 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x6 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            x6 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAbk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            dAbk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x47 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            x47 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x51 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x67 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
@@ -2841,7 +2867,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor d, Tensor g, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor d, Tensor g"
-_SAVED = ("dot", "dot", "fine", "dot", )
+_SAVED = ("dot", "dot", "float32", "dot", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:

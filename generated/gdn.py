@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program d54c3d2c:
+# Gated DeltaNet, program e0ae6041:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn", "gdn_step"]
 
-_NAME = "gdn_d54c3d2c"
+_NAME = "gdn_e0ae6041"
 
 
 #: What kernels are not compiled anew for.
@@ -95,13 +95,23 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @_jit
-def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
-    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
-    x_high, y_high = x.to(DOT), y.to(DOT)
+def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product takes it; what TF32 would cut off is rounded here."""
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(DOT)
+    return out
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y, with x if X, and y if Y, in two parts, which have twice the digits of one. IEEE products need no parts."""
+    x_high, y_high = _nearest(x, DOT, PRECISION), _nearest(y, DOT, PRECISION)
     out = tl.dot(x_high, y_high, input_precision=PRECISION)
-    if FINE and X:
+    if X and PRECISION != "ieee":
         out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
-    if FINE and Y:
+    if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
 
@@ -300,19 +310,32 @@ def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
 
 
 @_jit
-def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr):
+    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks.
+
+    Where keys repeat the levels amplify what TF32 rounds away; REFINE takes most of it back, by a step of Newton's method.
+    """
     lane = tl.arange(0, 16)
     n_16 = _diagonal_blocks(n, C)
     e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
     for level in range(1, 4):
         below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
-        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+        e_16 = _joined(e_16, below, PRECISION)
     e = _from_blocks(e_16, C)
     for level in range(4, LEVELS):
-        below = tl.where(_edge(row, level), n, 0.0)
-        e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
+        e = _joined(e, tl.where(_edge(row, level), n, 0.0), PRECISION)
+    if REFINE and PRECISION != "ieee":
+        rest = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - e - _dot_fine(n, e, DOT, PRECISION, True, True)
+        e += tl.dot(e, rest, input_precision=PRECISION)
     return e
+
+
+@_jit
+def _joined(e, below, PRECISION: tl.constexpr):
+    """Inverses of the blocks on the diagonal, joined by the blocks below them."""
+    near = _nearest(e, tl.float32, PRECISION)
+    inner = tl.dot(near, _nearest(below, tl.float32, PRECISION), input_precision=PRECISION)
+    return e - tl.dot(_nearest(inner, tl.float32, PRECISION), near, input_precision=PRECISION)
 
 
 @_jit
@@ -450,7 +473,7 @@ def _forward_prepare(
     x4 = _pairs(g, row, False, True)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * (x4 * x5)))
-    E = _inverse((beta[:, None] * (x4 * x5)), row, C, LEVELS, SOLVE)
+    E = _inverse((beta[:, None] * (x4 * x5)), row, C, LEVELS, DOT, SOLVE, FINE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # x7 = E * beta^T
@@ -460,14 +483,14 @@ def _forward_prepare(
         in_k = col_k < K
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x12 = x7 @ (k * x10)
-        x12 = _dot_fine(x7, (k * x10[:, None]), DOT, PRECISION, FINE, True, False)
+        x12 = _dot_fine(x7, (k * x10[:, None]), DOT, PRECISION, True, False)
         _store_rows(x12_out + tile * C * K, x12, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x8 = x7 @ v
-        x8 = _dot_fine(x7, v, DOT, PRECISION, FINE, True, False)
+        x8 = _dot_fine(x7, v, DOT, PRECISION, True, False)
         _store_rows(x8_out + tile * C * V, x8, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -547,10 +570,10 @@ def _forward_scan(
         x13 = _dot(x12, S, DOT, PRECISION)
         x8 = _load_rows(x8_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x8 + -x13
-        Vnew = x8 + (-x13)
+        Vnew = x8.to(tl.float32) + (-x13)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x15 = Aqk @ Vnew
-        x15 = _dot_fine(Aqk, Vnew, DOT, PRECISION, FINE, False, True)
+        x15 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x16 = QL @ S
         x16 = _dot(QL, S, DOT, PRECISION)
@@ -560,7 +583,7 @@ def _forward_scan(
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x19 = KT^T @ Vnew
-        x19 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, FINE, False, True)
+        x19 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x19 + (S * Gc)
         S_next = x19 + (S * Gc)
@@ -670,7 +693,7 @@ def _backward_prepare(
         in_k = col_k < K
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x8 = x5 @ (k * x2)
-        x8 = _dot_fine(x5, (k * x2[:, None]), DOT, PRECISION, FINE, True, False)
+        x8 = _dot_fine(x5, (k * x2[:, None]), DOT, PRECISION, True, False)
         _store_rows(x8_out + tile * C * K, x8, row, col_k, K, C, K, K % BK == 0)
         # KT = k * x18
         KT = k * x18[:, None]
@@ -685,7 +708,7 @@ def _backward_prepare(
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x6 = x5 @ v
-        x6 = _dot_fine(x5, v, DOT, PRECISION, FINE, True, False)
+        x6 = _dot_fine(x5, v, DOT, PRECISION, True, False)
         _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x21 = Aqk^T @ do
@@ -769,11 +792,11 @@ def _backward_scan(
         x9 = _dot(x8, S, DOT, PRECISION)
         x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x6 + -x9
-        Vnew = x6 + (-x9)
+        Vnew = x6.to(tl.float32) + (-x9)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x70 = KT^T @ Vnew
-        x70 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, FINE, False, True)
+        x70 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
         # S_next = x70 + (S * Gc)
         S_next = x70 + (S * Gc)
@@ -871,7 +894,7 @@ def _backward_reverse(
         x73 = _dot(tl.trans(QL), do, DOT, PRECISION)
         x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x75 = x8^T @ dVnew
-        x75 = _dot(tl.trans(x8), dVnew, DOT, PRECISION)
+        x75 = _dot_fine(tl.trans(x8), dVnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
         # dS_prev = ((dS * Gc) + x73) + -x75
         dS_prev = ((dS * Gc) + x73) + (-x75)
@@ -971,23 +994,23 @@ def _backward_finish(
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot_fine(do, tl.trans(Vnew), DOT, PRECISION, FINE, False, True)
+        dAqk += _dot_fine(do, tl.trans(Vnew), DOT, PRECISION, False, FINE)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = Vnew @ dS^T
-        dKT += _dot_fine(Vnew, tl.trans(dS), DOT, PRECISION, FINE, True, False)
+        dKT += _dot_fine(Vnew, tl.trans(dS), DOT, PRECISION, FINE, False)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x22 = E^T @ dVnew
-        x22 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, FINE, True, True)
+        x22 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, True, True)
         # x23 = x22 @ S^T
-        x23 += _dot_fine(x22, tl.trans(S), DOT, PRECISION, FINE, True, False)
+        x23 += _dot_fine(x22, tl.trans(S), DOT, PRECISION, FINE, False)
         # x26 = x22 @ Vnew^T
-        x26 += _dot_fine(x22, tl.trans(Vnew), DOT, PRECISION, FINE, True, True)
+        x26 += _dot_fine(x22, tl.trans(Vnew), DOT, PRECISION, FINE, FINE)
         # dv = x22 * beta
         dv = x22 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
         # x57 = dS * S
-        x57 = dS * S
+        x57 = dS.to(tl.float32) * S.to(tl.float32)
         # x58 = sum_V(x57)
         x58 += tl.sum(x57, 1)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
@@ -1088,9 +1111,9 @@ def _backward_finish_1(
     x4 = _pairs(g, row, False, True)
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
     # x11 = x4 * dAqk
-    x11 = x4 * dAqk
+    x11 = x4 * dAqk.to(tl.float32)
     # x13 = diagonal(dAqk)
-    x13 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    x13 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk.to(tl.float32), 0.0), 1)
     # x17 = sum[after](g)
     x17 = _sums_of_numbers(_keep_after(row), g)
     # x18 = exp(x17)
@@ -1107,14 +1130,14 @@ def _backward_finish_1(
         in_k = col_k < K
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x12 = x11 @ k
-        x12 = _dot(x11, k, DOT, PRECISION)
+        x12 = _dot_fine(x11, k, DOT, PRECISION, FINE, False)
         dQL = _load_rows(dQL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((dQL * x2) + (x12 + (x13 * k))) * scale
         dq = ((dQL * x2[:, None]) + (x12 + (x13[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, rows, K, K % BK == 0)
         # x28 = x27 @ k
-        x28 = _dot(x27, k, DOT, PRECISION)
+        x28 = _dot_fine(x27, k, DOT, PRECISION, FINE, False)
         x23 = _load_rows(x23_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x30 = -(x23 * x2) + -x28
         x30 = (-(x23 * x2[:, None])) + (-x28)
@@ -1122,11 +1145,11 @@ def _backward_finish_1(
         # x33 = scale * q
         x33 = scale * q
         # x36 = x11^T @ x33
-        x36 = _dot(tl.trans(x11), x33, DOT, PRECISION)
+        x36 = _dot_fine(tl.trans(x11), x33, DOT, PRECISION, FINE, False)
         # x37 = beta * k
         x37 = beta[:, None] * k
         # x38 = x27^T @ x37
-        x38 = _dot(tl.trans(x27), x37, DOT, PRECISION)
+        x38 = _dot_fine(tl.trans(x27), x37, DOT, PRECISION, FINE, False)
         # x40 = x36 + -x38
         x40 = x36 + (-x38)
         dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1230,14 +1253,16 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
 )
+#: The most keys for which products take in two parts what cancels (`FINE`).
+_FINE_K = 64
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
 _TREES = ()
-#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+#: Tiles [C, K], [C, V], of these in float32, and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
-    "forward.scan": [3, 1, 1],
-    "backward.scan": [2, 1, 0],
-    "backward.reverse": [3, 2, 0],
+    "forward.scan": [3, 1, 0, 1],
+    "backward.scan": [2, 1, 0, 0],
+    "backward.reverse": [3, 2, 1, 0],
 }
 
 
@@ -1254,12 +1279,12 @@ def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
 
 
 def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes of what launches hand over and a call keeps: operands of products, and what the solve made.
+    """Dtypes of what launches hand over and a call keeps: operands of products, and what products take in two parts.
 
     The latter is float32 where the keys are few enough that there is room.
     """
     dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
-    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
+    return {"dot": dot, "fine": torch.float32 if K <= _FINE_K else dot}
 
 
 def _power(x: int) -> int:
@@ -1304,7 +1329,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "LEVELS": C.bit_length() - 1,
         "DOT": tl.bfloat16 if size == 2 else tl.float32,
         "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
-        "FINE": stored["fine"] != stored["dot"],
+        "FINE": K <= _FINE_K,
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1324,8 +1349,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
                 BK = min(block_k, BK)
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
-            keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
+            keys, values, wide_values, squares = _SCAN_TILES[key]
+            values_size = stored["fine"].itemsize * (values - wide_values) + 4 * wide_values
+            tiles = C * (size * (keys * BK + squares * C) + values_size * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
@@ -1412,7 +1438,7 @@ def _forward_triton(
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
-    E = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"]) if save else none
+    E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
     x8 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     x12 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
@@ -1472,7 +1498,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=stored["fine"]), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=torch.float32), ]
 
 
 def _backward_triton(
@@ -1515,7 +1541,7 @@ def _backward_triton(
             x6 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             x8 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-            x21 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x21 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             _launch(
@@ -1576,7 +1602,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 63:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
@@ -1607,10 +1633,10 @@ def _backward_triton(
             )
         if needs & 31:
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x23 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x27 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            x27 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x58 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             x67 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
@@ -2378,7 +2404,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
-_SAVED = ("dot", "fine", )
+_SAVED = ("dot", "float32", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program 4b57216c:
+# Gated DeltaNet 2: erase and write gates a channel, program 4d1d2cf3:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2", "gdn2_step"]
 
-_NAME = "gdn2_4b57216c"
+_NAME = "gdn2_4d1d2cf3"
 
 
 #: What kernels are not compiled anew for.
@@ -101,13 +101,23 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @_jit
-def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
-    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
-    x_high, y_high = x.to(DOT), y.to(DOT)
+def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product takes it; what TF32 would cut off is rounded here."""
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(DOT)
+    return out
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y, with x if X, and y if Y, in two parts, which have twice the digits of one. IEEE products need no parts."""
+    x_high, y_high = _nearest(x, DOT, PRECISION), _nearest(y, DOT, PRECISION)
     out = tl.dot(x_high, y_high, input_precision=PRECISION)
-    if FINE and X:
+    if X and PRECISION != "ieee":
         out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
-    if FINE and Y:
+    if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
 
@@ -306,19 +316,32 @@ def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
 
 
 @_jit
-def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr):
+    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks.
+
+    Where keys repeat the levels amplify what TF32 rounds away; REFINE takes most of it back, by a step of Newton's method.
+    """
     lane = tl.arange(0, 16)
     n_16 = _diagonal_blocks(n, C)
     e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
     for level in range(1, 4):
         below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
-        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+        e_16 = _joined(e_16, below, PRECISION)
     e = _from_blocks(e_16, C)
     for level in range(4, LEVELS):
-        below = tl.where(_edge(row, level), n, 0.0)
-        e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
+        e = _joined(e, tl.where(_edge(row, level), n, 0.0), PRECISION)
+    if REFINE and PRECISION != "ieee":
+        rest = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - e - _dot_fine(n, e, DOT, PRECISION, True, True)
+        e += tl.dot(e, rest, input_precision=PRECISION)
     return e
+
+
+@_jit
+def _joined(e, below, PRECISION: tl.constexpr):
+    """Inverses of the blocks on the diagonal, joined by the blocks below them."""
+    near = _nearest(e, tl.float32, PRECISION)
+    inner = tl.dot(near, _nearest(below, tl.float32, PRECISION), input_precision=PRECISION)
+    return e - tl.dot(_nearest(inner, tl.float32, PRECISION), near, input_precision=PRECISION)
 
 
 @_jit
@@ -467,7 +490,7 @@ def _forward_prepare(
         Gc = tl.exp(x13)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     # E = inverse(N)
-    E = _inverse(N, row, C, LEVELS, SOLVE)
+    E = _inverse(N, row, C, LEVELS, DOT, SOLVE, FINE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -479,7 +502,7 @@ def _forward_prepare(
         e = _load_rows(e_ptr + (batch * e_stride_b + start * e_stride_t + head_v * e_stride_h) * UNIT_K, row, col_k, e_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ ((e * k) * exp(x4))
-        W = _dot_fine(E, ((e * k) * tl.exp(x4)), DOT, PRECISION, FINE, True, False)
+        W = _dot_fine(E, ((e * k) * tl.exp(x4)), DOT, PRECISION, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -487,7 +510,7 @@ def _forward_prepare(
         w = _load_rows(w_ptr + (batch * w_stride_b + start * w_stride_t + head_v * w_stride_h) * UNIT_V, row, col_v, w_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # U = E @ (w * v)
-        U = _dot_fine(E, (w * v), DOT, PRECISION, FINE, True, False)
+        U = _dot_fine(E, (w * v), DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -675,10 +698,10 @@ def _forward_scan(
         x6 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x6
-        Vnew = U + (-x6)
+        Vnew = U.to(tl.float32) + (-x6)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x8 = Aqk @ Vnew
-        x8 = _dot_fine(Aqk, Vnew, DOT, PRECISION, FINE, False, True)
+        x8 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x9 = QL @ S
         x9 = _dot(QL, S, DOT, PRECISION)
@@ -688,7 +711,7 @@ def _forward_scan(
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x12 = KT^T @ Vnew
-        x12 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, FINE, False, True)
+        x12 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x12 + (S * Gc)
         S_next = x12 + (S * Gc[:, None])
@@ -791,7 +814,7 @@ def _backward_prepare(
         e = _load_rows(e_ptr + (batch * e_stride_b + start * e_stride_t + head_v * e_stride_h) * UNIT_K, row, col_k, e_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ ((e * k) * x2)
-        W = _dot_fine(E, ((e * k) * x2), DOT, PRECISION, FINE, True, False)
+        W = _dot_fine(E, ((e * k) * x2), DOT, PRECISION, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
         # x13 = sum[after](g)
         x13 = _sums(_keep_after(row), g, GATE_PARTS)
@@ -814,7 +837,7 @@ def _backward_prepare(
         w = _load_rows(w_ptr + (batch * w_stride_b + start * w_stride_t + head_v * w_stride_h) * UNIT_V, row, col_v, w_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # U = E @ (w * v)
-        U = _dot_fine(E, (w * v), DOT, PRECISION, FINE, True, False)
+        U = _dot_fine(E, (w * v), DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x17 = Aqk^T @ do
@@ -898,11 +921,11 @@ def _backward_scan(
         x6 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x6
-        Vnew = U + (-x6)
+        Vnew = U.to(tl.float32) + (-x6)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x51 = KT^T @ Vnew
-        x51 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, FINE, False, True)
+        x51 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = x51 + (S * Gc)
         S_next = x51 + (S * Gc[:, None])
@@ -1000,7 +1023,7 @@ def _backward_reverse(
         x54 = _dot(tl.trans(QL), do, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x56 = W^T @ dVnew
-        x56 = _dot(tl.trans(W), dVnew, DOT, PRECISION)
+        x56 = _dot_fine(tl.trans(W), dVnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # dS_prev = ((dS * Gc) + x54) + -x56
         dS_prev = ((dS * Gc[:, None]) + x54) + (-x56)
@@ -1099,17 +1122,17 @@ def _backward_finish(
         dQL += _dot(do, tl.trans(S), DOT, PRECISION)
         Vnew = _load_rows(Vnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqk = do @ Vnew^T
-        dAqk += _dot_fine(do, tl.trans(Vnew), DOT, PRECISION, FINE, False, True)
+        dAqk += _dot_fine(do, tl.trans(Vnew), DOT, PRECISION, False, FINE)
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = Vnew @ dS^T
-        dKT += _dot_fine(Vnew, tl.trans(dS), DOT, PRECISION, FINE, True, False)
+        dKT += _dot_fine(Vnew, tl.trans(dS), DOT, PRECISION, FINE, False)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x18 = E^T @ dVnew
-        x18 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, FINE, True, True)
+        x18 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, True, True)
         # x19 = x18 @ S^T
-        x19 += _dot_fine(x18, tl.trans(S), DOT, PRECISION, FINE, True, False)
+        x19 += _dot_fine(x18, tl.trans(S), DOT, PRECISION, FINE, False)
         # x22 = x18 @ Vnew^T
-        x22 += _dot_fine(x18, tl.trans(Vnew), DOT, PRECISION, FINE, True, True)
+        x22 += _dot_fine(x18, tl.trans(Vnew), DOT, PRECISION, FINE, FINE)
         w = _load_rows(w_ptr + (batch * w_stride_b + start * w_stride_t + head_v * w_stride_h) * UNIT_V, row, col_v, w_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dv = x18 * w
         dv = x18 * w
@@ -1121,7 +1144,7 @@ def _backward_finish(
         if NEED & 16:
             _store_rows(dw_out + ((batch * T + start) * HV + head_v) * V, dw, row, col_v, HV * V, rows, V, V % BV == 0)
         # x45 = dS * S
-        x45 = dS * S
+        x45 = dS.to(tl.float32) * S.to(tl.float32)
         # dGc = sum_V(x45)
         dGc += tl.sum(x45, 1)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
@@ -1218,7 +1241,7 @@ def _backward_finish_1(
     in_c = row < rows
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
     # x9 = diagonal(dAqk)
-    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk.to(tl.float32), 0.0), 1)
     x22 = _load_rows(x22_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -1403,14 +1426,16 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
 )
+#: The most keys for which products take in two parts what cancels (`FINE`).
+_FINE_K = 64
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
 _TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
-#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+#: Tiles [C, K], [C, V], of these in float32, and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
-    "forward.scan": [3, 1, 1],
-    "backward.scan": [2, 1, 0],
-    "backward.reverse": [3, 2, 0],
+    "forward.scan": [3, 1, 0, 1],
+    "backward.scan": [2, 1, 0, 0],
+    "backward.reverse": [3, 2, 1, 0],
 }
 
 
@@ -1427,12 +1452,12 @@ def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
 
 
 def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes of what launches hand over and a call keeps: operands of products, and what the solve made.
+    """Dtypes of what launches hand over and a call keeps: operands of products, and what products take in two parts.
 
     The latter is float32 where the keys are few enough that there is room.
     """
     dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
-    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
+    return {"dot": dot, "fine": torch.float32 if K <= _FINE_K else dot}
 
 
 def _power(x: int) -> int:
@@ -1477,7 +1502,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "LEVELS": C.bit_length() - 1,
         "DOT": tl.bfloat16 if size == 2 else tl.float32,
         "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
-        "FINE": stored["fine"] != stored["dot"],
+        "FINE": K <= _FINE_K,
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1497,8 +1522,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
                 BK = min(block_k, BK)
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
-            keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
+            keys, values, wide_values, squares = _SCAN_TILES[key]
+            values_size = stored["fine"].itemsize * (values - wide_values) + 4 * wide_values
+            tiles = C * (size * (keys * BK + squares * C) + values_size * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
@@ -1585,7 +1611,7 @@ def _forward_triton(
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    E = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"]) if save else none
+    E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     W = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
@@ -1664,7 +1690,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=stored["fine"]), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=torch.float32), ]
 
 
 def _backward_triton(
@@ -1709,7 +1735,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             W = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-            x17 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x17 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             _launch(
@@ -1771,7 +1797,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            dVnew = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            dVnew = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
@@ -1802,10 +1828,10 @@ def _backward_triton(
             )
         if needs & 63:
             x3 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x22 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            x22 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x47 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
@@ -2569,7 +2595,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor e, Tensor w, Tensor g, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor e, Tensor w, Tensor g"
-_SAVED = ("dot", "fine", )
+_SAVED = ("dot", "float32", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 39b6e4e5:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 84d20bae:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped", "gdn2_clipped_step"]
 
-_NAME = "gdn2_clipped_39b6e4e5"
+_NAME = "gdn2_clipped_84d20bae"
 
 
 #: What kernels are not compiled anew for.
@@ -101,13 +101,23 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @_jit
-def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
-    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
-    x_high, y_high = x.to(DOT), y.to(DOT)
+def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product takes it; what TF32 would cut off is rounded here."""
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(DOT)
+    return out
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y, with x if X, and y if Y, in two parts, which have twice the digits of one. IEEE products need no parts."""
+    x_high, y_high = _nearest(x, DOT, PRECISION), _nearest(y, DOT, PRECISION)
     out = tl.dot(x_high, y_high, input_precision=PRECISION)
-    if FINE and X:
+    if X and PRECISION != "ieee":
         out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
-    if FINE and Y:
+    if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
 
@@ -306,19 +316,32 @@ def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
 
 
 @_jit
-def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr):
+    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks.
+
+    Where keys repeat the levels amplify what TF32 rounds away; REFINE takes most of it back, by a step of Newton's method.
+    """
     lane = tl.arange(0, 16)
     n_16 = _diagonal_blocks(n, C)
     e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
     for level in range(1, 4):
         below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
-        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+        e_16 = _joined(e_16, below, PRECISION)
     e = _from_blocks(e_16, C)
     for level in range(4, LEVELS):
-        below = tl.where(_edge(row, level), n, 0.0)
-        e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
+        e = _joined(e, tl.where(_edge(row, level), n, 0.0), PRECISION)
+    if REFINE and PRECISION != "ieee":
+        rest = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - e - _dot_fine(n, e, DOT, PRECISION, True, True)
+        e += tl.dot(e, rest, input_precision=PRECISION)
     return e
+
+
+@_jit
+def _joined(e, below, PRECISION: tl.constexpr):
+    """Inverses of the blocks on the diagonal, joined by the blocks below them."""
+    near = _nearest(e, tl.float32, PRECISION)
+    inner = tl.dot(near, _nearest(below, tl.float32, PRECISION), input_precision=PRECISION)
+    return e - tl.dot(_nearest(inner, tl.float32, PRECISION), near, input_precision=PRECISION)
 
 
 @_jit
@@ -546,7 +569,7 @@ def _forward_prepare(
     if SAVE:
         _store_rows(M3_out + tile * C * C, M3, row, row, C, C, C, True)
     # E = inverse((eta * x33))
-    E = _inverse((eta[:, None] * x33), row, C, LEVELS, SOLVE)
+    E = _inverse((eta[:, None] * x33), row, C, LEVELS, DOT, SOLVE, FINE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # Abk = eta * M3
@@ -572,7 +595,7 @@ def _forward_prepare(
         # x27 = sum[to](min(g, x25))
         x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), FLOAT_PARTS)
         # x37 = x35 @ (k * exp(x27))
-        x37 = _dot_fine(x35, (k * tl.exp(x27)), DOT, PRECISION, FINE, True, False)
+        x37 = _dot_fine(x35, (k * tl.exp(x27)), DOT, PRECISION, True, False)
         _store_rows(x37_out + tile * C * K, x37, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -584,7 +607,7 @@ def _forward_prepare(
         # x34 = Abk @ x30
         x34 = _dot(Abk, x30, DOT, PRECISION)
         # U = E @ x34
-        U = _dot_fine(E, x34, DOT, PRECISION, FINE, True, False)
+        U = _dot_fine(E, x34, DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -867,13 +890,13 @@ def _forward_scan(
         x38 = _dot(x37, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x39 = U + x38
-        x39 = U + x38
+        x39 = U.to(tl.float32) + x38
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x40 = Aqa @ x39
-        x40 = _dot_fine(Aqa, x39, DOT, PRECISION, FINE, False, True)
+        x40 = _dot_fine(Aqa, x39, DOT, PRECISION, False, FINE)
         x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x29 + x31) + -x40
-        o = (x29 + x31) + (-x40)
+        o = (x29 + x31.to(tl.float32)) + (-x40)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -882,7 +905,7 @@ def _forward_scan(
         x46 = _dot(tl.trans(KT), x30, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x48 = AT^T @ x39
-        x48 = _dot_fine(tl.trans(AT), x39, DOT, PRECISION, FINE, False, True)
+        x48 = _dot_fine(tl.trans(AT), x39, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x46) + -x48
         S_next = ((S * Gc[:, None]) + x46) + (-x48)
@@ -979,7 +1002,7 @@ def _backward_prepare(
     eta = tl.load(eta_ptr + batch * eta_stride_b + start * eta_stride_t + head_v * eta_stride_h + row * eta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
     # Abk = eta * M3
-    Abk = eta[:, None] * M3
+    Abk = eta[:, None] * M3.to(tl.float32)
     x6 = tl.zeros([C, ], tl.float32)
     x9 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
@@ -1005,7 +1028,7 @@ def _backward_prepare(
         # x2 = Abk @ x
         x2 = _dot(Abk, x, DOT, PRECISION)
         # U = E @ x2
-        U = _dot_fine(E, x2, DOT, PRECISION, FINE, True, False)
+        U = _dot_fine(E, x2, DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x57 = Aqa^T @ do
@@ -1064,7 +1087,7 @@ def _backward_prepare(
         # x30 = exp(x29)
         x30 = tl.exp(x29)
         # x32 = x3 @ (k * x30)
-        x32 = _dot_fine(x3, (k * x30), DOT, PRECISION, FINE, True, False)
+        x32 = _dot_fine(x3, (k * x30), DOT, PRECISION, True, False)
         _store_rows(x32_out + tile * C * K, x32, row, col_k, K, C, K, K % BK == 0)
         # x48 = sum[after](x28)
         x48 = _sums(_keep_after(row), x28, FLOAT_PARTS)
@@ -1165,7 +1188,7 @@ def _backward_scan(
         x33 = _dot(x32, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x34 = U + x33
-        x34 = U + x33
+        x34 = U.to(tl.float32) + x33
         _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -1173,7 +1196,7 @@ def _backward_scan(
         x165 = _dot(tl.trans(KT), x, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x167 = AT^T @ x34
-        x167 = _dot_fine(tl.trans(AT), x34, DOT, PRECISION, FINE, False, True)
+        x167 = _dot_fine(tl.trans(AT), x34, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x165) + -x167
         S_next = ((S * Gc[:, None]) + x165) + (-x167)
@@ -1267,7 +1290,7 @@ def _backward_reverse(
         _store_rows(x59_out + tile * C * V, x59, row, col_v, V, C, V, V % BV == 0)
         x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x170 = x32^T @ x59
-        x170 = _dot(tl.trans(x32), x59, DOT, PRECISION)
+        x170 = _dot_fine(tl.trans(x32), x59, DOT, PRECISION, False, True)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x172 = QL^T @ do
@@ -1374,7 +1397,7 @@ def _backward_finish(
     x3 = E * eta[None, :]
     M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
     # x155 = x3 @ M3
-    x155 = _dot_fine(x3, M3, DOT, PRECISION, FINE, True, False)
+    x155 = _dot_fine(x3, M3, DOT, PRECISION, True, False)
     x35 = tl.zeros([C, C, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
@@ -1393,7 +1416,7 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x35 = do @ x34^T
-        x35 += _dot_fine(do, tl.trans(x34), DOT, PRECISION, FINE, False, True)
+        x35 += _dot_fine(do, tl.trans(x34), DOT, PRECISION, False, FINE)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x = eta * v
         x = eta[:, None] * v
@@ -1407,23 +1430,23 @@ def _backward_finish(
         dKT += _dot(x, tl.trans(dS), DOT, PRECISION)
         x59 = _load_rows(x59_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x60 = E^T @ x59
-        x60 = _dot_fine(tl.trans(E), x59, DOT, PRECISION, FINE, True, True)
+        x60 = _dot_fine(tl.trans(E), x59, DOT, PRECISION, True, True)
         # dAbk = x60 @ x^T
-        dAbk += _dot_fine(x60, tl.trans(x), DOT, PRECISION, FINE, True, False)
+        dAbk += _dot_fine(x60, tl.trans(x), DOT, PRECISION, FINE, False)
         # x65 = x60 @ x34^T
-        x65 += _dot_fine(x60, tl.trans(x34), DOT, PRECISION, FINE, True, True)
+        x65 += _dot_fine(x60, tl.trans(x34), DOT, PRECISION, FINE, FINE)
         # dBL = x60 @ S^T
-        dBL += _dot_fine(x60, tl.trans(S), DOT, PRECISION, FINE, True, False)
+        dBL += _dot_fine(x60, tl.trans(S), DOT, PRECISION, FINE, False)
         # x85 = x34 @ dS^T
-        x85 += _dot_fine(x34, tl.trans(dS), DOT, PRECISION, FINE, True, False)
+        x85 += _dot_fine(x34, tl.trans(dS), DOT, PRECISION, FINE, False)
         # x92 = dS * S
-        x92 = dS * S
+        x92 = dS.to(tl.float32) * S.to(tl.float32)
         # dGc = sum_V(x92)
         dGc += tl.sum(x92, 1)
         # x154 = KT @ dS
         x154 = _dot(KT, dS, DOT, PRECISION)
         # x156 = x155^T @ x59
-        x156 = _dot(tl.trans(x155), x59, DOT, PRECISION)
+        x156 = _dot_fine(tl.trans(x155), x59, DOT, PRECISION, False, FINE)
         # x158 = Aqk^T @ do
         x158 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # x159 = (x154 + x156) + x158
@@ -1573,10 +1596,10 @@ def _backward_finish_1(
     in_c = row < rows
     x35 = _load_rows(x35_ptr + tile * C * C, row, row, C, C, C, True)
     # x36 = diagonal(-x35)
-    x36 = tl.sum(tl.where(row[:, None] == row[None, :], (-x35), 0.0), 1)
+    x36 = tl.sum(tl.where(row[:, None] == row[None, :], (-x35.to(tl.float32)), 0.0), 1)
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
     # x38 = diagonal(dAqk)
-    x38 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    x38 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk.to(tl.float32), 0.0), 1)
     eta = tl.load(eta_ptr + batch * eta_stride_b + start * eta_stride_t + head_v * eta_stride_h + row * eta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     x6 = tl.zeros([C, ], tl.float32)
     x9 = tl.zeros([C, ], tl.float32)
@@ -2065,14 +2088,16 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
 )
+#: The most keys for which products take in two parts what cancels (`FINE`).
+_FINE_K = 64
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1', 'backward.finish_2')
 _TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
-#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+#: Tiles [C, K], [C, V], of these in float32, and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
-    "forward.scan": [4, 3, 1],
-    "backward.scan": [3, 2, 0],
-    "backward.reverse": [3, 2, 0],
+    "forward.scan": [4, 3, 0, 1],
+    "backward.scan": [3, 2, 0, 0],
+    "backward.reverse": [3, 2, 1, 0],
 }
 
 
@@ -2089,12 +2114,12 @@ def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
 
 
 def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes of what launches hand over and a call keeps: operands of products, and what the solve made.
+    """Dtypes of what launches hand over and a call keeps: operands of products, and what products take in two parts.
 
     The latter is float32 where the keys are few enough that there is room.
     """
     dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
-    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
+    return {"dot": dot, "fine": torch.float32 if K <= _FINE_K else dot}
 
 
 def _power(x: int) -> int:
@@ -2139,7 +2164,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "LEVELS": C.bit_length() - 1,
         "DOT": tl.bfloat16 if size == 2 else tl.float32,
         "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
-        "FINE": stored["fine"] != stored["dot"],
+        "FINE": K <= _FINE_K,
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -2159,8 +2184,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
                 BK = min(block_k, BK)
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
-            keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
+            keys, values, wide_values, squares = _SCAN_TILES[key]
+            values_size = stored["fine"].itemsize * (values - wide_values) + 4 * wide_values
+            tiles = C * (size * (keys * BK + squares * C) + values_size * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
@@ -2248,7 +2274,7 @@ def _forward_triton(
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
     x30 = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
-    E = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"]) if save else none
+    E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
     M3 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     x37 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
@@ -2342,7 +2368,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), Aqa if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=stored["fine"]), M3 if save else q.new_empty((0,), dtype=stored["dot"]), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), Aqa if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=torch.float32), M3 if save else q.new_empty((0,), dtype=stored["dot"]), ]
 
 
 def _backward_triton(
@@ -2390,7 +2416,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             x32 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-            x58 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x58 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
@@ -2458,7 +2484,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x59 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x59 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
@@ -2488,12 +2514,12 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            x35 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            x35 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x46 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x50 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            dAbk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
-            x65 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            dAbk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
+            x65 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x69 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x86 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x94 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -3559,7 +3585,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor j, Tensor v, Tensor g, Tensor eta, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor j, Tensor v, Tensor g, Tensor eta"
-_SAVED = ("dot", "dot", "fine", "dot", )
+_SAVED = ("dot", "dot", "float32", "dot", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:

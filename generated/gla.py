@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program be625637:
+# gated linear attention, one decay a channel, program 69ef560f:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_be625637"
+_NAME = "gla_69ef560f"
 
 
 #: What kernels are not compiled anew for.
@@ -89,13 +89,23 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @_jit
-def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
-    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
-    x_high, y_high = x.to(DOT), y.to(DOT)
+def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product takes it; what TF32 would cut off is rounded here."""
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(DOT)
+    return out
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y, with x if X, and y if Y, in two parts, which have twice the digits of one. IEEE products need no parts."""
+    x_high, y_high = _nearest(x, DOT, PRECISION), _nearest(y, DOT, PRECISION)
     out = tl.dot(x_high, y_high, input_precision=PRECISION)
-    if FINE and X:
+    if X and PRECISION != "ieee":
         out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
-    if FINE and Y:
+    if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
 
@@ -294,19 +304,32 @@ def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
 
 
 @_jit
-def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr):
+    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks.
+
+    Where keys repeat the levels amplify what TF32 rounds away; REFINE takes most of it back, by a step of Newton's method.
+    """
     lane = tl.arange(0, 16)
     n_16 = _diagonal_blocks(n, C)
     e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
     for level in range(1, 4):
         below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
-        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+        e_16 = _joined(e_16, below, PRECISION)
     e = _from_blocks(e_16, C)
     for level in range(4, LEVELS):
-        below = tl.where(_edge(row, level), n, 0.0)
-        e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
+        e = _joined(e, tl.where(_edge(row, level), n, 0.0), PRECISION)
+    if REFINE and PRECISION != "ieee":
+        rest = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - e - _dot_fine(n, e, DOT, PRECISION, True, True)
+        e += tl.dot(e, rest, input_precision=PRECISION)
     return e
+
+
+@_jit
+def _joined(e, below, PRECISION: tl.constexpr):
+    """Inverses of the blocks on the diagonal, joined by the blocks below them."""
+    near = _nearest(e, tl.float32, PRECISION)
+    inner = tl.dot(near, _nearest(below, tl.float32, PRECISION), input_precision=PRECISION)
+    return e - tl.dot(_nearest(inner, tl.float32, PRECISION), near, input_precision=PRECISION)
 
 
 @_jit
@@ -544,7 +567,7 @@ def _forward_scan(
         x4 = _dot(QL, S, DOT, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = x4 + x5
-        o = x4 + x5
+        o = x4 + x5.to(tl.float32)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -905,7 +928,7 @@ def _backward_finish(
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
         # x27 = dS * S
-        x27 = dS * S
+        x27 = dS.to(tl.float32) * S.to(tl.float32)
         # dGc = sum_V(x27)
         dGc += tl.sum(x27, 1)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
@@ -989,7 +1012,7 @@ def _backward_finish_1(
     in_c = row < rows
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
     # x2 = diagonal(dAqk)
-    x2 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    x2 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk.to(tl.float32), 0.0), 1)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -1136,14 +1159,16 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
 )
+#: The most keys for which products take in two parts what cancels (`FINE`).
+_FINE_K = 64
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'backward.prepare', 'backward.finish_1')
 _TREES = ('forward.prepare', 'backward.finish_1')
-#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+#: Tiles [C, K], [C, V], of these in float32, and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
-    "forward.scan": [2, 2, 0],
-    "backward.scan": [1, 1, 0],
-    "backward.reverse": [1, 1, 0],
+    "forward.scan": [2, 2, 0, 0],
+    "backward.scan": [1, 1, 0, 0],
+    "backward.reverse": [1, 1, 0, 0],
 }
 
 
@@ -1160,12 +1185,12 @@ def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
 
 
 def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes of what launches hand over and a call keeps: operands of products, and what the solve made.
+    """Dtypes of what launches hand over and a call keeps: operands of products, and what products take in two parts.
 
     The latter is float32 where the keys are few enough that there is room.
     """
     dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
-    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
+    return {"dot": dot, "fine": torch.float32 if K <= _FINE_K else dot}
 
 
 def _power(x: int) -> int:
@@ -1210,7 +1235,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "LEVELS": C.bit_length() - 1,
         "DOT": tl.bfloat16 if size == 2 else tl.float32,
         "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
-        "FINE": stored["fine"] != stored["dot"],
+        "FINE": K <= _FINE_K,
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1230,8 +1255,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
                 BK = min(block_k, BK)
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
-            keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
+            keys, values, wide_values, squares = _SCAN_TILES[key]
+            values_size = stored["fine"].itemsize * (values - wide_values) + 4 * wide_values
+            tiles = C * (size * (keys * BK + squares * C) + values_size * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
@@ -1483,7 +1509,7 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 15:
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x7 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x11 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x29 = q.new_empty((B, NT, HV, K), dtype=torch.float32)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program b4c4b012:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 288f7177:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
-_NAME = "rwkv7_b4c4b012"
+_NAME = "rwkv7_288f7177"
 
 
 #: What kernels are not compiled anew for.
@@ -101,13 +101,23 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @_jit
-def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
-    """x @ y; if FINE, with the operands that X and Y name in two parts, which have twice the digits of one."""
-    x_high, y_high = x.to(DOT), y.to(DOT)
+def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product takes it; what TF32 would cut off is rounded here."""
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(DOT)
+    return out
+
+
+@_jit
+def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """x @ y, with x if X, and y if Y, in two parts, which have twice the digits of one. IEEE products need no parts."""
+    x_high, y_high = _nearest(x, DOT, PRECISION), _nearest(y, DOT, PRECISION)
     out = tl.dot(x_high, y_high, input_precision=PRECISION)
-    if FINE and X:
+    if X and PRECISION != "ieee":
         out = tl.dot((x - x_high.to(tl.float32)).to(DOT), y_high, out, input_precision=PRECISION)
-    if FINE and Y:
+    if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
 
@@ -306,19 +316,32 @@ def _block_sums(keep, x, C: tl.constexpr, PARTS: tl.constexpr):
 
 
 @_jit
-def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks."""
+def _inverse(n, row, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr):
+    """(I + n)^-1 for strictly lower n, by exact block substitution: a level doubles the inverted diagonal blocks.
+
+    Where keys repeat the levels amplify what TF32 rounds away; REFINE takes most of it back, by a step of Newton's method.
+    """
     lane = tl.arange(0, 16)
     n_16 = _diagonal_blocks(n, C)
     e_16 = tl.where((lane[:, None] == lane[None, :])[None, :, :], 1.0, 0.0) - tl.where(_edge(lane, 0)[None, :, :], n_16, 0.0)
     for level in range(1, 4):
         below = tl.where(_edge(lane, level)[None, :, :], n_16, 0.0)
-        e_16 -= tl.dot(tl.dot(e_16, below, input_precision=PRECISION), e_16, input_precision=PRECISION)
+        e_16 = _joined(e_16, below, PRECISION)
     e = _from_blocks(e_16, C)
     for level in range(4, LEVELS):
-        below = tl.where(_edge(row, level), n, 0.0)
-        e -= tl.dot(tl.dot(e, below, input_precision=PRECISION), e, input_precision=PRECISION)
+        e = _joined(e, tl.where(_edge(row, level), n, 0.0), PRECISION)
+    if REFINE and PRECISION != "ieee":
+        rest = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - e - _dot_fine(n, e, DOT, PRECISION, True, True)
+        e += tl.dot(e, rest, input_precision=PRECISION)
     return e
+
+
+@_jit
+def _joined(e, below, PRECISION: tl.constexpr):
+    """Inverses of the blocks on the diagonal, joined by the blocks below them."""
+    near = _nearest(e, tl.float32, PRECISION)
+    inner = tl.dot(near, _nearest(below, tl.float32, PRECISION), input_precision=PRECISION)
+    return e - tl.dot(_nearest(inner, tl.float32, PRECISION), near, input_precision=PRECISION)
 
 
 @_jit
@@ -494,7 +517,7 @@ def _forward_prepare(
     if SAVE:
         _store_rows(M3_out + tile * C * C, M3, row, row, C, C, C, True)
     # E = inverse(-x7)
-    E = _inverse((-x7), row, C, LEVELS, SOLVE)
+    E = _inverse((-x7), row, C, LEVELS, DOT, SOLVE, FINE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -505,7 +528,7 @@ def _forward_prepare(
         x9 = _sums(_keep_before(row), g, GATE_PARTS)
         a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (a * exp(x9))
-        W = _dot_fine(E, (a * tl.exp(x9)), DOT, PRECISION, FINE, True, False)
+        W = _dot_fine(E, (a * tl.exp(x9)), DOT, PRECISION, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -514,7 +537,7 @@ def _forward_prepare(
         # x8 = M3 @ v
         x8 = _dot(M3, v, DOT, PRECISION)
         # U = E @ x8
-        U = _dot_fine(E, x8, DOT, PRECISION, FINE, True, False)
+        U = _dot_fine(E, x8, DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -744,13 +767,13 @@ def _forward_scan(
         x12 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x13 = U + x12
-        x13 = U + x12
+        x13 = U.to(tl.float32) + x12
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x14 = Aqa @ x13
-        x14 = _dot_fine(Aqa, x13, DOT, PRECISION, FINE, False, True)
+        x14 = _dot_fine(Aqa, x13, DOT, PRECISION, False, FINE)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x5) + x14
-        o = (x4 + x5) + x14
+        o = (x4 + x5.to(tl.float32)) + x14
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -759,7 +782,7 @@ def _forward_scan(
         x19 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x21 = AT^T @ x13
-        x21 = _dot_fine(tl.trans(AT), x13, DOT, PRECISION, FINE, False, True)
+        x21 = _dot_fine(tl.trans(AT), x13, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x19) + x21
         S_next = ((S * Gc[:, None]) + x19) + x21
@@ -861,7 +884,7 @@ def _backward_prepare(
         x2 = _sums(_keep_before(row), g, GATE_PARTS)
         a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # W = E @ (a * exp(x2))
-        W = _dot_fine(E, (a * tl.exp(x2)), DOT, PRECISION, FINE, True, False)
+        W = _dot_fine(E, (a * tl.exp(x2)), DOT, PRECISION, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
         # x23 = sum[after](g)
         x23 = _sums(_keep_after(row), g, GATE_PARTS)
@@ -895,7 +918,7 @@ def _backward_prepare(
         # x = M3 @ v
         x = _dot(M3, v, DOT, PRECISION)
         # U = E @ x
-        U = _dot_fine(E, x, DOT, PRECISION, FINE, True, False)
+        U = _dot_fine(E, x, DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x32 = Aqa^T @ do
@@ -986,7 +1009,7 @@ def _backward_scan(
         x5 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x6 = U + x5
-        x6 = U + x5
+        x6 = U.to(tl.float32) + x5
         _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
@@ -994,7 +1017,7 @@ def _backward_scan(
         x88 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x90 = AT^T @ x6
-        x90 = _dot_fine(tl.trans(AT), x6, DOT, PRECISION, FINE, False, True)
+        x90 = _dot_fine(tl.trans(AT), x6, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
         # S_next = ((S * Gc) + x88) + x90
         S_next = ((S * Gc[:, None]) + x88) + x90
@@ -1088,7 +1111,7 @@ def _backward_reverse(
         _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x92 = W^T @ x34
-        x92 = _dot(tl.trans(W), x34, DOT, PRECISION)
+        x92 = _dot_fine(tl.trans(W), x34, DOT, PRECISION, False, True)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # x95 = QL^T @ do
@@ -1179,7 +1202,7 @@ def _backward_finish(
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
     M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
     # U2 = E @ M3
-    U2 = _dot_fine(E, M3, DOT, PRECISION, FINE, True, False)
+    U2 = _dot_fine(E, M3, DOT, PRECISION, True, False)
     dAqa = tl.zeros([C, C, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
@@ -1197,7 +1220,7 @@ def _backward_finish(
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dAqa = do @ x6^T
-        dAqa += _dot_fine(do, tl.trans(x6), DOT, PRECISION, FINE, False, True)
+        dAqa += _dot_fine(do, tl.trans(x6), DOT, PRECISION, False, FINE)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
         # dAqk = do @ v^T
         dAqk += _dot(do, tl.trans(v), DOT, PRECISION)
@@ -1209,13 +1232,13 @@ def _backward_finish(
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
         x34 = _load_rows(x34_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x35 = E^T @ x34
-        x35 = _dot_fine(tl.trans(E), x34, DOT, PRECISION, FINE, True, True)
+        x35 = _dot_fine(tl.trans(E), x34, DOT, PRECISION, True, True)
         # x36 = x35 @ v^T
-        x36 += _dot_fine(x35, tl.trans(v), DOT, PRECISION, FINE, True, False)
+        x36 += _dot_fine(x35, tl.trans(v), DOT, PRECISION, FINE, False)
         # x40 = KT @ dS
         x40 = _dot(KT, dS, DOT, PRECISION)
         # x41 = U2^T @ x34
-        x41 = _dot(tl.trans(U2), x34, DOT, PRECISION)
+        x41 = _dot_fine(tl.trans(U2), x34, DOT, PRECISION, False, FINE)
         # x44 = Aqk^T @ do
         x44 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         # dv = (x40 + -x41) + x44
@@ -1223,13 +1246,13 @@ def _backward_finish(
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
         # x45 = x35 @ x6^T
-        x45 += _dot_fine(x35, tl.trans(x6), DOT, PRECISION, FINE, True, True)
+        x45 += _dot_fine(x35, tl.trans(x6), DOT, PRECISION, FINE, FINE)
         # x51 = x35 @ S^T
-        x51 += _dot_fine(x35, tl.trans(S), DOT, PRECISION, FINE, True, False)
+        x51 += _dot_fine(x35, tl.trans(S), DOT, PRECISION, FINE, False)
         # x55 = x6 @ dS^T
-        x55 += _dot_fine(x6, tl.trans(dS), DOT, PRECISION, FINE, True, False)
+        x55 += _dot_fine(x6, tl.trans(dS), DOT, PRECISION, FINE, False)
         # x73 = dS * S
-        x73 = dS * S
+        x73 = dS.to(tl.float32) * S.to(tl.float32)
         # dGc = sum_V(x73)
         dGc += tl.sum(x73, 1)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
@@ -1341,10 +1364,10 @@ def _backward_finish_1(
     in_c = row < rows
     dAqa = _load_rows(dAqa_ptr + tile * C * C, row, row, C, C, C, True)
     # x7 = diagonal(dAqa)
-    x7 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa, 0.0), 1)
+    x7 = tl.sum(tl.where(row[:, None] == row[None, :], dAqa.to(tl.float32), 0.0), 1)
     dAqk = _load_rows(dAqk_ptr + tile * C * C, row, row, C, C, C, True)
     # x9 = diagonal(dAqk)
-    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk, 0.0), 1)
+    x9 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk.to(tl.float32), 0.0), 1)
     x36 = _load_rows(x36_ptr + tile * C * C, row, row, C, C, C, True)
     x45 = _load_rows(x45_ptr + tile * C * C, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
@@ -1576,14 +1599,16 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
         },
     ),
 )
+#: The most keys for which products take in two parts what cancels (`FINE`).
+_FINE_K = 64
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
 _TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
-#: Tiles [C, K], [C, V] and [C, C] that a scan loads a chunk.
+#: Tiles [C, K], [C, V], of these in float32, and [C, C] that a scan loads a chunk.
 _SCAN_TILES = {
-    "forward.scan": [4, 3, 1],
-    "backward.scan": [3, 2, 0],
-    "backward.reverse": [3, 2, 0],
+    "forward.scan": [4, 3, 0, 1],
+    "backward.scan": [3, 2, 0, 0],
+    "backward.reverse": [3, 2, 1, 0],
 }
 
 
@@ -1600,12 +1625,12 @@ def _chunk_size(K: int, dtype: torch.dtype, on_gpu: bool) -> int:
 
 
 def _stored(K: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes of what launches hand over and a call keeps: operands of products, and what the solve made.
+    """Dtypes of what launches hand over and a call keeps: operands of products, and what products take in two parts.
 
     The latter is float32 where the keys are few enough that there is room.
     """
     dot = dtype if _PRODUCTS[dtype] == "bfloat16" else torch.float32
-    return {"dot": dot, "fine": torch.float32 if K <= 64 else dot}
+    return {"dot": dot, "fine": torch.float32 if K <= _FINE_K else dot}
 
 
 def _power(x: int) -> int:
@@ -1650,7 +1675,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
         "LEVELS": C.bit_length() - 1,
         "DOT": tl.bfloat16 if size == 2 else tl.float32,
         "TREE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
-        "FINE": stored["fine"] != stored["dot"],
+        "FINE": K <= _FINE_K,
         "PRECISION": "ieee" if wide else "tf32",
         "SOLVE": "ieee" if wide else "tf32",
         "GATE_PARTS": parts if exact else 3 * parts,
@@ -1670,8 +1695,9 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
                 BK = min(block_k, BK)
             # else a block of 64, not one of 32 that holds all keys: without its loop Triton 3.6 gets that wrong on Hopper
         if key in _SCAN_TILES:
-            keys, values, squares = _SCAN_TILES[key]
-            tiles = C * (size * (keys * BK + squares * C) + stored["fine"].itemsize * values * BV)
+            keys, values, wide_values, squares = _SCAN_TILES[key]
+            values_size = stored["fine"].itemsize * (values - wide_values) + 4 * wide_values
+            tiles = C * (size * (keys * BK + squares * C) + values_size * BV)
             stages = max(1, min(stages, (limit - size * BV * (BK + C)) // tiles))
         own[key] = {"BK": BK, "BV": BV, "num_warps": warps, "num_stages": stages}
         if torch.version.hip is None:  # without a limit ptxas falls back to 32 registers in some kernels that spill
@@ -1758,7 +1784,7 @@ def _forward_triton(
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    E = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"]) if save else none
+    E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
     M3 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     W = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
@@ -1850,7 +1876,7 @@ def _forward_triton(
             **shared,
             **own["forward.scan"],
         )
-    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), Aqa if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=stored["fine"]), M3 if save else q.new_empty((0,), dtype=stored["dot"]), ]
+    return [o, final_state, Aqk if save else q.new_empty((0,), dtype=stored["dot"]), Aqa if save else q.new_empty((0,), dtype=stored["dot"]), E if save else q.new_empty((0,), dtype=torch.float32), M3 if save else q.new_empty((0,), dtype=stored["dot"]), ]
 
 
 def _backward_triton(
@@ -1897,7 +1923,7 @@ def _backward_triton(
             U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             W = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-            x33 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x33 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
@@ -1964,7 +1990,7 @@ def _backward_triton(
                 **own["backward.scan"],
             )
         if needs & 127:
-            x34 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+            x34 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             kept_dS = q.new_empty((B, NT, HV, K, V), dtype=stored["dot"])
             _launch(
                 _backward_reverse,
@@ -1994,12 +2020,12 @@ def _backward_triton(
                 **own["backward.reverse"],
             )
         if needs & 63:
-            dAqa = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
-            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            dAqa = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
+            dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x21 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x25 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x36 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
-            x45 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
+            x36 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
+            x45 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x52 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x56 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x75 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
@@ -2842,7 +2868,7 @@ _STREAMS = (
 )
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor g, Tensor? initial_state, Tensor? chunks, Tensor? sequences"
 _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor g"
-_SAVED = ("dot", "dot", "fine", "dot", )
+_SAVED = ("dot", "dot", "float32", "dot", )
 
 
 def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:

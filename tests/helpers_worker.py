@@ -10,21 +10,22 @@ from __future__ import annotations
 import json
 import math
 
+import emulation
 import torch
 import triton
 import triton.language as tl
 
-from dplrgen.generated.kda import _dot_fine, _in_range, _load_rows, _store_rows
+from dplrgen.generated.kda import _dot_fine, _in_range, _inverse, _load_rows, _store_rows
 
 SIZE = 16
 
 
 @triton.jit
-def _product(x_ptr, y_ptr, out, FINE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, N: tl.constexpr):
+def _product(x_ptr, y_ptr, out, DOT: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, N: tl.constexpr):
     at = tl.arange(0, N)
     x = _load_rows(x_ptr, at, at, N, N, N, True)
     y = _load_rows(y_ptr, at, at, N, N, N, True)
-    _store_rows(out, _dot_fine(x, y, tl.float16, "tf32", FINE, X, Y), at, at, N, N, N, True)
+    _store_rows(out, _dot_fine(x, y, DOT, "tf32", X, Y), at, at, N, N, N, True)
 
 
 @triton.jit
@@ -37,15 +38,31 @@ def _ranged(x_ptr, out, unit_out, SCALED: tl.constexpr, N: tl.constexpr):
     tl.store(unit_out, unit)
 
 
-def error(fine: bool, first: bool, second: bool, coarse: str) -> float:
-    """rr of a product of float16 parts of two float32 tiles; `coarse` names an operand that one part holds exactly."""
+def error(first: bool, second: bool, coarse: str, dot: tl.dtype = tl.float16) -> float:
+    """rr of a product in parts of two float32 tiles; `coarse` names an operand that one float16 part holds exactly."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(2, SIZE, SIZE, generator=generator)
     x, y = (t.half().float() if name in coarse else t for name, t in (("x", x), ("y", y)))
     out = torch.empty(SIZE, SIZE)
-    _product[(1,)](x, y, out, FINE=fine, X=first, Y=second, N=SIZE)
+    _product[(1,)](x, y, out, DOT=dot, X=first, Y=second, N=SIZE)
     want = x.double() @ y.double()
     return float((out - want).norm() / want.norm())
+
+
+@triton.jit
+def _inverted(n_ptr, out, DOT: tl.constexpr, REFINE: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    n = _load_rows(n_ptr, at, at, N, N, N, True)
+    _store_rows(out, _inverse(n, at, N, 6, DOT, "tf32", REFINE), at, at, N, N, N, True)
+
+
+def inverse_error(refine: bool, dot: tl.dtype = tl.bfloat16) -> float:
+    """Largest distance of (I + N)^-1 where all keys of a chunk are equal and beta is 1.99, over its largest element."""
+    n = torch.full((64, 64), 1.99).tril(-1)
+    out = torch.empty_like(n)
+    _inverted[(1,)](n, out, DOT=dot, REFINE=refine, N=64)
+    want = torch.linalg.inv(torch.eye(64).double() + n.double())
+    return float((out - want).abs().max() / want.abs().max())
 
 
 def ranged(size: float, scaled: bool = True) -> dict[str, float]:
@@ -67,13 +84,19 @@ def overflowing() -> bool:
 
 
 if __name__ == "__main__":
+    emulation.install()
     print(
         json.dumps(
             {
-                "plain": error(False, True, True, ""),
-                "x": error(True, True, False, "y"),
-                "y": error(True, False, True, "x"),
-                "both": error(True, True, True, ""),
+                "plain": error(False, False, ""),
+                "x": error(True, False, "y"),
+                "y": error(False, True, "x"),
+                "both": error(True, True, ""),
+                "tf32": error(False, False, "", tl.float32),
+                "tf32 in parts": error(True, True, "", tl.float32),
+                "inverse": inverse_error(False),
+                "refined": inverse_error(True),
+                "refined in tf32": inverse_error(True, tl.float32),
                 "ranged": {str(size): ranged(size) for size in (1e-30, 1e-9, 0.3, 7e4, 1e30)},
                 "zero": ranged(0.0),
                 "not scaled": ranged(1e30, False),

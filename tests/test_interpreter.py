@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,9 @@ def test_two_parts_and_powers_of_two() -> None:
     """A product of operands in two parts has twice the digits; a tile scaled into float16's range loses none."""
     found = _interpreted(WORKER.with_name("helpers_worker.py"))
     assert 1e-4 < found["plain"] < 1e-3
-    assert all(found[key] < 1e-6 for key in ("x", "y", "both")), found
+    assert all(found[key] < 1e-6 for key in ("x", "y", "both", "tf32 in parts")), found
+    assert 1e-4 < found["tf32"] < 1e-3
+    assert max(found["refined"], found["refined in tf32"]) < 1e-3 < 4e-3 < found["inverse"], found
     for size, tile in found["ranged"].items():
         assert 2.0**14 <= tile["largest"] < 2.0**15, (size, tile)
         assert tile["same"], (size, tile)
@@ -59,3 +62,31 @@ def test_kernels_in_the_interpreter(variants: list[str]) -> None:
     for name in variants:
         for dtype in ("float32", "float16"):
             assert {"o", "ht", "dq", "dk", "dv"} <= report[name][dtype]["worst"].keys()
+
+
+#: One token undoes the last, and operands of 16 bits do not hold what is left: judged by a multiple of the bound.
+HARDEST = "keys equal, beta 1.99"
+TIMES = {64: 4.0, 128: 6.0}
+
+
+@pytest.mark.parametrize(("K", "variants"), [(64, ["gdn", "delta"]), (64, ["kda", "comba"]), (128, ["kda"])], ids=str)
+def test_bfloat16_kernels_on_hard_keys(K: int, variants: list[str]) -> None:
+    """Equal keys, beta to 2, keys of 1.4 and of 2: within bounds with a GPU's products; the hardest, within a few."""
+    report = _interpreted(WORKER.with_name("hard_keys_worker.py"), str(K), *variants)
+    for name in variants:
+        assert len(report[name]) == (5 if name == "delta" else 6)
+        for label, failures in report[name].items():
+            if label == HARDEST:
+                found = re.findall(r"rr ([\d.e+-]+), bound ([\d.e+-]+)", "\n".join(failures))
+                assert all(float(rr) <= TIMES[K] * float(bound) for rr, bound in found), (name, failures)
+            else:
+                assert not failures, (name, label, failures)
+
+
+def test_products_as_on_a_gpu() -> None:
+    """The emulation itself: products of bfloat16 tiles are theirs, TF32 ones those of operands cut off."""
+    found = _interpreted(WORKER.with_name("emulation_worker.py"))
+    assert found["bfloat16"] == 0.0
+    assert found["tf32"] < 1e-6 < found["tf32 beside float32"]
+    assert found["ieee"] < 1e-6
+    assert found["rounding"]

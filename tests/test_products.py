@@ -1,4 +1,4 @@
-"""Which products of the kernels take an operand in two parts: those with the inverse, and with what it gives tokens."""
+"""Which products take an operand in two parts: of the inverse, of what it meets or gives tokens, of sums over V."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def _arguments(text: str) -> list[str]:
     return [p.strip() for p in parts]
 
 
-def _calls(name: str, side: str = "") -> list[tuple[bool, str, str, list[bool]]]:
-    """(in parts, first, second operand without transpositions, which of them are split), a product of the file each."""
+def _calls(name: str, side: str = "") -> list[tuple[str, str, list[str]]]:
+    """(first, second operand without transpositions, whether each comes in parts), a product of the file each."""
     found = []
     ahead, back = codegen.render(VARIANTS[name]).split("# Triton: backward")
+    ahead = ahead.split("# Triton: forward")[1]
     for fine, inner in CALL.findall({"forward": ahead, "backward": back}.get(side, ahead + back)):
         x, y, *rest = _arguments(inner)
         x, y = (re.sub(r"tl\.trans\((\w+)\)", r"\1", t) for t in (x, y))
-        found.append((bool(fine), x, y, [t == "True" for t in rest[3:]] if fine else [False, False]))
+        found.append((x, y, rest[2:] if fine else ["False", "False"]))
     return found
 
 
@@ -68,23 +69,41 @@ def test_the_inverse_and_its_values_come_in_two_parts(name: str, side: str) -> N
     assert inverses
     assert values
     calls = _calls(name, side)
-    assert {t for _, x, y, _ in calls for t in (x, y)} & values
-    for _, x, y, split in calls:
-        whole = {t for t, parts in zip((x, y), split, strict=True) if not parts}
-        assert not whole & (inverses | values), (x, y)
+    assert {t for x, y, _ in calls for t in (x, y)} & values
+    for x, y, parts in calls:
+        for operand, part in zip((x, y), parts, strict=True):
+            assert operand not in inverses or part == "True", (x, y)
+            assert operand not in values or part != "False", (x, y)
 
 
 def test_kda_names_the_operands() -> None:
-    """(I + N)^-1 in front of keys, values and dVnew; Vnew in outputs, states, dA and dK; E^T dVnew in what follows."""
-    fine = [(x, y, split) for in_parts, x, y, split in _calls("kda") if in_parts]
-    assert fine.count(("KT", "Vnew", [False, True])) == 2  # the forward's state and the backward's
-    assert ("Aqk", "Vnew", [False, True]) in fine
-    assert ("do", "Vnew", [False, True]) in fine
-    assert ("Vnew", "dS", [True, False]) in fine
-    assert ("E", "dVnew", [True, True]) in fine
-    assert len(fine) == 12
+    """The inverse, dVnew where it meets it, and both in what is added to a state: always. The rest as FINE says."""
+    split = [call for call in _calls("kda") if call[2] != ["False", "False"]]
+    assert split.count(("KT", "Vnew", ["False", "True"])) == 2  # the forward's state and the backward's
+    assert ("E", "dVnew", ["True", "True"]) in split
+    assert ("Aqk", "Vnew", ["False", "FINE"]) in split
+    assert ("do", "Vnew", ["False", "FINE"]) in split
+    assert ("Vnew", "dS", ["FINE", "False"]) in split
+    assert [parts for x, y, parts in split if y == "dVnew"] == [["False", "True"], ["True", "True"]]
+    assert len(split) == 13
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_where_nothing_is_solved_no_product_is_split(name: str) -> None:
-    assert not [1 for in_parts, *_ in _calls(name) if in_parts]
+def test_where_nothing_is_solved_only_sums_over_values_are_split(name: str) -> None:
+    """dAqk, a sum over V, meets keys and queries in plain products where the decay is one number a head."""
+    split = [parts for _, _, parts in _calls(name) if parts != ["False", "False"]]
+    assert split == [["FINE", "False"]] * (2 if name == "simple_gla" else 0)
+
+
+@pytest.mark.parametrize("name", SOLVING)
+def test_what_the_inverse_meets_crosses_launches_in_float32(name: str) -> None:
+    """The inverse itself, the cotangent of the values that it gave, and the part of it that another launch made."""
+    plan = codegen.plans(VARIANTS[name]).backward
+    crossing = {n for kernel in plan.kernels for n in kernel.loads}
+    products = [m for m in plan.program.nodes() if m.op == "matmul" and any(_inverses(a) for a in m.args)]
+    met = [n for n in crossing if n.op == "add" and n.axes == ("C", "V") and any(n in m.args for m in products)]
+    assert met
+    parts = [n for n in crossing if n.axes == ("C", "V") and any(n in m.args for m in met)]
+    assert parts
+    for n in (*met, *parts, *filter(_inverses, crossing)):
+        assert codegen.storage(n, plan) == "float32", plan.names[n]
