@@ -400,14 +400,17 @@ PLACE = contract.Place(GPU, torch.bfloat16, 64, 60, _reference)
 PAIRS = {64: 60, 33: 100}
 
 
-def items(parts: Sequence[str], count: int, seed: int) -> list[Json]:
+def items(parts: Sequence[str], count: int, seed: int, fixed: Json | None = None) -> list[Json]:
+    """What the parts ask for, in one order; `fixed` holds choices of the draws, by field."""
     out: list[Json] = []
     for part, table in (("huge", HUGE), ("large", LARGE)):
         if part in parts:
             out += [{"part": part, "check": k, "variant": v} for k, (_, vs) in table.items() for v in vs]
     if "checks" in parts:
-        found = [{"part": "checks", "check": f.__name__, "variant": v} for f in contract.CHECKS for v in VARIANTS]
+        asked = [(f.__name__, v) for f in contract.CHECKS for v in VARIANTS if contract.asks(f, v)]
+        found = [{"part": "checks", "check": f, "variant": v} for f, v in asked]
         out += [{**x, "dtype": "bfloat16"} for x in found]
+        out += [{**x, "dtype": "bfloat16", "K": 128, "V": 100} for x in found if x["check"] == "hard_keys"]
         out += [
             {**x, "dtype": d}
             for d in ("float16", "float32")
@@ -415,7 +418,7 @@ def items(parts: Sequence[str], count: int, seed: int) -> list[Json]:
             if x["variant"] in ("kda", "dplr", "gdn2_clipped")
         ]
     if "draws" in parts:
-        drawn = contract.draws(count, seed, K=tuple(PAIRS), H=(2, 3))
+        drawn = contract.draws(count, seed, **{"K": tuple(PAIRS), "H": (2, 3), **(fixed or {})})
         out += [{"part": "draws", "draw": dataclasses.asdict(dataclasses.replace(d, V=PAIRS[d.K]))} for d in drawn]
     return out
 
@@ -423,7 +426,18 @@ def items(parts: Sequence[str], count: int, seed: int) -> list[Json]:
 def label(item: Json) -> str:
     if item["part"] == "draws":
         return "draw " + " ".join(f"{k}={v}" for k, v in item["draw"].items())
-    return f"{item['check']} {item['variant']} {item.get('dtype', '')}".strip()
+    size = f" K={item['K']}" if "K" in item else ""
+    return f"{item['check']} {item['variant']} {item.get('dtype', '')}{size}".strip()
+
+
+def choice(text: str) -> tuple[str, tuple[object, ...]]:
+    """A field of the draws and what it may be, of NAME=VALUE,VALUE."""
+    name, _, values = text.partition("=")
+    known = {str(x): x for x in contract.CHOICES.get(name, ())}
+    found = tuple(known[x] for x in values.split(",") if x in known)
+    if len(found) != len(values.split(",")):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE,VALUE of {', '.join(contract.CHOICES)}, got {text!r}")
+    return name, found
 
 
 def judge(item: Json) -> Json:
@@ -434,8 +448,8 @@ def judge(item: Json) -> Json:
         failures = (HUGE | LARGE)[item["check"]][0](item["variant"])
     else:
         check = next(f for f in contract.CHECKS if f.__name__ == item["check"])
-        dtype = getattr(torch, item["dtype"])
-        failures = check(item["variant"], dataclasses.replace(PLACE, dtype=dtype))
+        sizes = {"dtype": getattr(torch, item["dtype"]), "K": item.get("K", PLACE.K), "V": item.get("V", PLACE.V)}
+        failures = check(item["variant"], dataclasses.replace(PLACE, **sizes))
     torch.cuda.synchronize()
     if torch.cuda.memory_reserved() > 2 << 30:
         torch.cuda.empty_cache()
@@ -450,6 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="REGEX")
     parser.add_argument("--draws", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--fix", type=choice, nargs="*", default=[], help="choices of the draws: NAME=VALUE,VALUE ...")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--budget-seconds", type=float, default=float("inf"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -462,7 +477,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--out is needed")
     start = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
-    chosen = [x for x in items(args.parts, args.draws, args.seed) if re.search(args.only or "", label(x))]
+    chosen = [
+        x for x in items(args.parts, args.draws, args.seed, dict(args.fix)) if re.search(args.only or "", label(x))
+    ]
     rows: list[Json] = []
     with (args.out / f"{args.name}.jsonl").open("w") as file:
 

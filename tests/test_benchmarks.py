@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -43,6 +44,10 @@ def test_the_contract_is_whole_and_its_draws_are_those_of_the_seed() -> None:
     labels = [check_contract.label(item) for item in items]
     assert len(set(labels)) == len(labels)
     assert items == check_contract.items(parts, 20, seed=3)
+    fixed = check_contract.items(["draws"], 20, 3, dict([check_contract.choice("dtype=bfloat16,float16")]))
+    assert {x["draw"]["dtype"] for x in fixed} == {"bfloat16", "float16"}
+    with pytest.raises(argparse.ArgumentTypeError, match="NAME=VALUE"):
+        check_contract.choice("dtype=bfloat17")
     assert {item["variant"] for item in items if item["part"] == "checks"} == set(ORACLES)
     assert sum(item["part"] == "draws" for item in items) == 20
 

@@ -11,9 +11,10 @@ from oracles import ORACLES
 
 from dplrgen import ops
 
+ASKED = [(name, check) for check in contract.CHECKS for name in ORACLES if contract.asks(check, name)]
 
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ORACLES)
+
+@pytest.mark.parametrize(("name", "check"), ASKED, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_the_contract(name: str, check) -> None:
     assert check(name, contract.Place()) == []
 
