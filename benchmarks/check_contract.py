@@ -4,14 +4,16 @@
     python benchmarks/check_contract.py --out $OUT --parts large --only pool
 
 Parts: `huge` (sizes that need most of the memory: give --workers 1), `large` (memory, CUDA graphs, many sequences),
-`checks` (every check, every variant), `draws` (random calls until the time is up). Items run in worker processes, as in
-check_gpu.py. Writes OUT/NAME.jsonl and OUT/NAME.txt; exit code 1 if anything fails, 2 if something was not run.
+`devices` (two GPUs), `checks` (every check, every variant), `draws` (random calls until the time is up). Items run in
+worker processes, as in check_gpu.py. Writes OUT/NAME.jsonl and OUT/NAME.txt; exit code 1 if anything fails, 2 if
+something was not run.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -152,20 +154,108 @@ def long_pack(name: str) -> list[str]:
     return failures
 
 
-def packed_sizes(name: str) -> list[str]:
+def packed_sizes(name: str, K: int = 33, V: int = 100) -> list[str]:
     """Packed at head sizes whose kernels are others than those of `contract.packed`: a call a sequence, to the bit."""
-    failures = []
-    for K, V in ((33, 100), (64, 128), (100, 33), (128, 128)):
-        bounds = [0, 70, 70, 100, 130]
-        streams, h0 = random_call(name, 1, 130, 2, 4, K, V, states=4)
-        do = torch.randn_like(streams[names(name).index("v")])
-        got = run(name, streams, h0, do, cu_seqlens=torch.tensor(bounds, device=GPU))
-        for n in (0, 2, 3):
-            tokens = slice(bounds[n], bounds[n + 1])
-            alone = run(name, [x[:, tokens] for x in streams], h0[n : n + 1], do[:, tokens])
-            part = {k: x[n : n + 1] if k in ("ht", "dh0") else x[:, tokens] for k, x in got.items()}
-            failures += contract.differing(f"K = {K}, V = {V}, sequence {n}", part, alone)
+    failures, bounds = [], [0, 70, 70, 100, 130]
+    streams, h0 = random_call(name, 1, 130, 2, 4, K, V, states=4)
+    do = torch.randn_like(streams[names(name).index("v")])
+    got = run(name, streams, h0, do, cu_seqlens=torch.tensor(bounds, device=GPU))
+    for n in (0, 2, 3):
+        tokens = slice(bounds[n], bounds[n + 1])
+        alone = run(name, [x[:, tokens] for x in streams], h0[n : n + 1], do[:, tokens])
+        part = {k: x[n : n + 1] if k in ("ht", "dh0") else x[:, tokens] for k, x in got.items()}
+        failures += contract.differing(f"K = {K}, V = {V}, sequence {n}", part, alone)
     return failures
+
+
+def nearly_full(name: str) -> list[str]:
+    """With just enough memory the same bits; with too little the call says so, writes nothing; the next is right."""
+    streams, h0 = random_call(name, 2, 4096, 4, 8, 64, 64)
+    want = run(name, streams, h0)
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    run(name, streams, h0)
+    need, total = torch.cuda.max_memory_reserved() - before, torch.cuda.get_device_properties(0).total_memory
+    failures, kept = [], [x.clone() for x in (*streams, h0)]
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    try:
+        torch.cuda.set_per_process_memory_fraction((held + 0.5 * need) / total)
+        try:
+            run(name, streams, h0)
+            failures.append("half of the memory that a call takes was enough")
+        except torch.cuda.OutOfMemoryError:
+            pass
+        gc.collect()
+        torch.cuda.empty_cache()
+        failures += [
+            f"input {i} was written"
+            for i, (x, y) in enumerate(zip((*streams, h0), kept, strict=True))
+            if (x != y).any()
+        ]
+        torch.cuda.set_per_process_memory_fraction((held + 1.1 * need) / total)
+        failures += contract.differing("nearly full", run(name, streams, h0), want)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return failures
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# More than one GPU
+
+
+def other_gpu(name: str) -> list[str]:
+    """Tensors on a GPU that is not the current one: the same bits, results beside them, and nothing switched."""
+    if torch.cuda.device_count() < 2:
+        return ["needs two GPUs"]
+    streams, h0 = random_call(name, 1, 130, 2, 4, 64, 60, states=3)
+    cu = torch.tensor([0, 37, 100, 130], device=GPU)
+    failures: list[str] = []
+    for options in ({}, {"cu_seqlens": cu}):
+        first = h0[:1] if not options else h0
+        here = run(name, streams, first, **options)
+        there = run(
+            name,
+            [x.to("cuda:1") for x in streams],
+            first.to("cuda:1"),
+            **{k: x.to("cuda:1") for k, x in options.items()},
+        )
+        failures += [f"{k} is on {x.device}" for k, x in there.items() if x.device != torch.device("cuda:1")]
+        failures += contract.differing(
+            f"on the other GPU, {list(options)}", {k: x.to(GPU) for k, x in there.items()}, here
+        )
+    step = getattr(contract.ops, f"{name}_step")
+    token = [x[:, 0] for x in streams]
+    here_o, here_state = step(*token, h0[:1].clone())
+    there_o, there_state = step(*(x.to("cuda:1") for x in token), h0[:1].to("cuda:1"))
+    if not (torch.equal(there_o.to(GPU), here_o) and torch.equal(there_state.to(GPU), here_state)):
+        failures.append("a step on the other GPU differs")
+    if torch.cuda.current_device() != 0:
+        failures.append("the current GPU was switched")
+    try:
+        contract.of(name)(*streams[:-1], streams[-1].to("cuda:1"))
+        failures.append("tensors on two GPUs were taken")
+    except ValueError as error:
+        failures += [] if "cuda:1" in str(error) else [f"mixed devices: {error}"]
+    return failures
+
+
+def compiled_on_other_gpu(name: str) -> list[str]:
+    """The same through torch.compile, whole."""
+    if torch.cuda.device_count() < 2:
+        return ["needs two GPUs"]
+    streams, _ = random_call(name, 1, 130, 2, 4, 64, 60)
+    there = [x.to("cuda:1").requires_grad_() for x in streams]
+    op = torch.compile(contract.of(name), fullgraph=True)
+    o, _ = op(*there)
+    want, _ = contract.of(name)(*there)
+    grads = (torch.autograd.grad(x.sum(), there) for x in (o, want))
+    same = [torch.equal(o, want), *(torch.equal(x, y) for x, y in zip(*grads, strict=True))]
+    return [f"compiled on the other GPU: result {i} differs" for i, x in enumerate(same) if not x]
 
 
 def pool(name: str) -> list[str]:
@@ -363,6 +453,10 @@ HUGE: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
     "grid_limits": (grid_limits, ("kda", "gdn", "dplr")),
     "pool": (pool, ("kda", "gdn2_clipped")),
 }
+DEVICES: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
+    "other_gpu": (other_gpu, VARIANTS),
+    "compiled_on_other_gpu": (compiled_on_other_gpu, ("kda", "gdn2_clipped")),
+}
 LARGE: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
     **{
         f.__name__: (f, VARIANTS)
@@ -372,16 +466,23 @@ LARGE: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
             guarded,
             no_host_reads,
             many_states,
-            packed_sizes,
+            nearly_full,
             flat_error,
             every_length,
             leaves_nothing,
             two_gate_dtypes,
         )
     },
+    **{
+        f"packed_sizes_{K}x{V}": (functools.partial(packed_sizes, K=K, V=V), VARIANTS)
+        for K, V in ((33, 100), (64, 128), (100, 33), (128, 128))
+    },
     "long_pack": (long_pack, ("kda", "gdn", "dplr")),
     "thousand_batches": (thousand_batches, ("kda", "gdn", "dplr", "gdn2_clipped")),
 }
+
+
+TABLES = {"huge": HUGE, "large": LARGE, "devices": DEVICES}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,7 +504,7 @@ PAIRS = {64: 60, 33: 100}
 def items(parts: Sequence[str], count: int, seed: int, fixed: Json | None = None) -> list[Json]:
     """What the parts ask for, in one order; `fixed` holds choices of the draws, by field."""
     out: list[Json] = []
-    for part, table in (("huge", HUGE), ("large", LARGE)):
+    for part, table in TABLES.items():
         if part in parts:
             out += [{"part": part, "check": k, "variant": v} for k, (_, vs) in table.items() for v in vs]
     if "checks" in parts:
@@ -444,8 +545,8 @@ def judge(item: Json) -> Json:
     start = time.monotonic()
     if item["part"] == "draws":
         failures = contract.check_draw(contract.Draw(**item["draw"]), PLACE)
-    elif item["part"] in ("huge", "large"):
-        failures = (HUGE | LARGE)[item["check"]][0](item["variant"])
+    elif item["part"] in TABLES:
+        failures = TABLES[item["part"]][item["check"]][0](item["variant"])
     else:
         check = next(f for f in contract.CHECKS if f.__name__ == item["check"])
         sizes = {"dtype": getattr(torch, item["dtype"]), "K": item.get("K", PLACE.K), "V": item.get("V", PLACE.V)}

@@ -310,6 +310,7 @@ def steps(name: str, place: Place, T: int = 100) -> list[str]:
         slots = torch.tensor([6, 0, 3], device=place.device, dtype=torch.int32)
         pool[slots.long()] = h0
         state, rows = h0.detach().clone(), []
+        versions = state._version, pool._version
         for t in range(T):
             token = [x[:, t] for x in streams]
             o, new = step(*token, state)
@@ -319,6 +320,8 @@ def steps(name: str, place: Place, T: int = 100) -> list[str]:
                 failures.append(f"step {t}: out of place, in place and by slot differ")
                 break
             rows.append(o)
+        if not (state._version > versions[0] and pool._version > versions[1]):
+            failures.append("steps: autograd is not told that a state was written")
         if not torch.equal(pool[slots.long()], state) or (pool[[1, 2, 4, 5]] != 3.0).any():
             failures.append("steps: the pool is not what the slots make it")
         limit = metrics.bound("o", place.dtype)

@@ -60,7 +60,7 @@ def test_kernels_in_the_interpreter(variants: list[str]) -> None:
     failures = [f"{name} {line}" for name in variants for entry in report[name].values() for line in entry["failures"]]
     assert not failures, "\n".join(failures)
     for name in variants:
-        for dtype in ("float32", "float16"):
+        for dtype in ("float32", "float16", "bfloat16"):
             assert {"o", "ht", "dq", "dk", "dv"} <= report[name][dtype]["worst"].keys()
 
 
