@@ -104,7 +104,7 @@ def _triton_matmul(n: Node, args: list[str]) -> str:
 def parts_of(n: Node) -> list[str]:
     """Whether a product takes each operand in two parts: "True", "False", or "FINE" where the key size decides.
 
-    Always: the inverse and what meets it, which it amplifies, and what is added to a state, where rounding stays.
+    Always: the inverse, the cotangents that it meets and amplifies, and values added to a state, where rounding stays.
     """
     grains = [_grain(a) for a in n.args]
     if "inverse" in grains or n.axes == ("K", "V"):
@@ -123,8 +123,9 @@ def _grain(n: Node) -> str:
             return "inverse"
         if n.op == "matmul":
             return "fine" if "V" in n.args[0].axes else ""
-        if n.op in ("mul", "neg", "columns", "mask"):  # rows, columns or pairs scaled
-            return next(filter(None, map(_grain, n.args)), "")
+        if n.op in ("mul", "neg", "add", "columns", "mask"):  # rows, columns or pairs scaled, or summed
+            grains = [_grain(a) for a in n.args]
+            return "inverse" if "inverse" in grains else next(filter(None, grains), "")
     if n.axes == ("C", "V") and n.op == "matmul":
         return "fine" if all(_grain(a) for a in n.args) else ""
     return "fine" if _is_sum(n) else ""

@@ -507,7 +507,7 @@ def _options(**kernels: tuple[int, int, int, int, int]) -> tuple[tuple[str, tupl
 
 
 #: The most keys for which products take what cancels in two parts and launches hand it over in float32: beyond, the
-#: forward scan fills shared memory, and a step would take a tenth longer.
+#: forward scan fills shared memory, and a forward would take 16 % longer.
 FINE_K = 64
 
 #: (what products are made in, largest K, tokens a chunk, ((kernel, options), ...)); the first match wins. Options:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program f4d6bf07:
+# gated diagonal plus low rank, the master form, program 1401b48e:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr", "dplr_step"]
 
-_NAME = "dplr_f4d6bf07"
+_NAME = "dplr_1401b48e"
 
 
 #: What kernels are not compiled anew for.
@@ -104,9 +104,10 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 @_jit
 def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """x as a product takes it; what TF32 would cut off is rounded here."""
+    """x as a product takes it; what TF32 would cut off is rounded here. A GPU's NaN, all ones, would become 0: it is kept."""
     if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
-        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        near = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        out = tl.where(x != x, x, near)
     else:
         out = x.to(DOT)
     return out
@@ -1592,7 +1593,7 @@ _FINE_K = 64
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
 _TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
-#: Tiles [C, K], [C, V], of these in float32, and [C, C] that a scan loads a chunk.
+#: How many tiles a scan loads a chunk: [C, K]; [C, V]; those of [C, V] that are float32 at any key size; [C, C].
 _SCAN_TILES = {
     "forward.scan": [4, 3, 0, 1],
     "backward.scan": [3, 2, 0, 0],
@@ -3038,12 +3039,21 @@ def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+#: Shared memory that a program may need on an NVIDIA GPU, in KiB.
+_MEMORY = 160
+
+
 def _check_products(q: Tensor) -> None:
-    """Refuse a GPU without matrix units for bfloat16, in which decays are summed."""
+    """Refuse a GPU without matrix units for bfloat16, in which decays are summed, or with too little shared memory."""
     if torch.version.hip is None and not torch.compiler.is_compiling():
         major, minor = _capability(q.device.index)
         if major < 8:
             raise NotImplementedError(f"dplr needs compute capability 8.0 or later, {q.device} has {major}.{minor}")
+        memory = _shared_memory(q.device.index) // 1024
+        if memory < _MEMORY:
+            raise NotImplementedError(
+                f"dplr needs {_MEMORY} KiB of shared memory a program, {q.device} has {memory}"
+            )
 
 
 def _check_state(name: str, x: Any, rows: tuple[str, int], sizes: dict[str, int], q: Tensor) -> None:
@@ -3062,6 +3072,12 @@ def _check_state(name: str, x: Any, rows: tuple[str, int], sizes: dict[str, int]
 def _check_scale(scale: Any) -> None:
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
 def _check_gates(streams: tuple[Tensor, ...]) -> None:
@@ -3167,7 +3183,8 @@ def dplr(
         cu_seqlens: [N + 1], int32 or int64, on the device of q: sequence n is the tokens cu_seqlens[n] to
             cu_seqlens[n + 1] - 1 of the one batch row. An empty sequence keeps its state; tokens of no sequence have
             output and gradients 0. Its values are not read by the host and may change between replays of a CUDA graph.
-        check: also verify that boundaries are in order and gates finite, at the price of a device read.
+        check: also verify that boundaries are in order and gates finite, at the price of a device read, which ends a
+            graph of torch.compile.
 
     Returns:
         o, [B, T, HV, V] in the dtype of v, and the final state, [N, HV, K, V] in float32, or None.
@@ -3178,6 +3195,7 @@ def dplr(
         NotImplementedError: a size, device or option that is not supported.
     """
     streams = (q, k, v, a, b, g,)
+    _check_flags(output_final_state=output_final_state, check=check)
     _check(streams, initial_state, scale, cu_seqlens, check)
     K = q.shape[-1]
     factor = float(K) ** -0.5 if scale is None else float(scale)
@@ -3223,7 +3241,8 @@ def dplr_step(
         inplace: write the next state into state, and return it; otherwise into a new tensor.
         state_indices: [B], int32 or int64, the slot of each row in the pool, with inplace. A row whose slot is negative or
             P or more is padding: its output is 0 and no slot is read or written for it. Other rows' slots must differ.
-        check: also verify that gates are finite and slots distinct, at the price of a device read.
+        check: also verify that gates are finite and slots distinct, at the price of a device read, which ends a graph
+            of torch.compile.
 
     Returns:
         o, [B, HV, V] in the dtype of v, and the next state.
@@ -3234,6 +3253,7 @@ def dplr_step(
         NotImplementedError: a size, device or option that is not supported; gradients asked for.
     """
     streams = (q, k, v, a, b, g,)
+    _check_flags(inplace=inplace, check=check)
     sizes = _check_streams(streams, ("B",))
     rows = ("B", sizes["B"])
     if state_indices is not None:

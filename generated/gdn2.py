@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program 4d1d2cf3:
+# Gated DeltaNet 2: erase and write gates a channel, program 5f35d9ae:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2", "gdn2_step"]
 
-_NAME = "gdn2_4d1d2cf3"
+_NAME = "gdn2_5f35d9ae"
 
 
 #: What kernels are not compiled anew for.
@@ -102,9 +102,10 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 @_jit
 def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """x as a product takes it; what TF32 would cut off is rounded here."""
+    """x as a product takes it; what TF32 would cut off is rounded here. A GPU's NaN, all ones, would become 0: it is kept."""
     if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
-        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        near = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        out = tl.where(x != x, x, near)
     else:
         out = x.to(DOT)
     return out
@@ -1431,7 +1432,7 @@ _FINE_K = 64
 _WHOLE_K = ('forward.scan', 'backward.scan', 'backward.reverse', 'backward.finish')
 _WALK_K = ('forward.prepare', 'forward.prepare_1', 'backward.prepare', 'backward.finish_1')
 _TREES = ('forward.prepare', 'forward.prepare_1', 'backward.finish_1')
-#: Tiles [C, K], [C, V], of these in float32, and [C, C] that a scan loads a chunk.
+#: How many tiles a scan loads a chunk: [C, K]; [C, V]; those of [C, V] that are float32 at any key size; [C, C].
 _SCAN_TILES = {
     "forward.scan": [3, 1, 0, 1],
     "backward.scan": [2, 1, 0, 0],
@@ -2780,12 +2781,21 @@ def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+#: Shared memory that a program may need on an NVIDIA GPU, in KiB.
+_MEMORY = 160
+
+
 def _check_products(q: Tensor) -> None:
-    """Refuse a GPU without matrix units for bfloat16, in which decays are summed."""
+    """Refuse a GPU without matrix units for bfloat16, in which decays are summed, or with too little shared memory."""
     if torch.version.hip is None and not torch.compiler.is_compiling():
         major, minor = _capability(q.device.index)
         if major < 8:
             raise NotImplementedError(f"gdn2 needs compute capability 8.0 or later, {q.device} has {major}.{minor}")
+        memory = _shared_memory(q.device.index) // 1024
+        if memory < _MEMORY:
+            raise NotImplementedError(
+                f"gdn2 needs {_MEMORY} KiB of shared memory a program, {q.device} has {memory}"
+            )
 
 
 def _check_state(name: str, x: Any, rows: tuple[str, int], sizes: dict[str, int], q: Tensor) -> None:
@@ -2804,6 +2814,12 @@ def _check_state(name: str, x: Any, rows: tuple[str, int], sizes: dict[str, int]
 def _check_scale(scale: Any) -> None:
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
 def _check_gates(streams: tuple[Tensor, ...]) -> None:
@@ -2909,7 +2925,8 @@ def gdn2(
         cu_seqlens: [N + 1], int32 or int64, on the device of q: sequence n is the tokens cu_seqlens[n] to
             cu_seqlens[n + 1] - 1 of the one batch row. An empty sequence keeps its state; tokens of no sequence have
             output and gradients 0. Its values are not read by the host and may change between replays of a CUDA graph.
-        check: also verify that boundaries are in order and gates finite, at the price of a device read.
+        check: also verify that boundaries are in order and gates finite, at the price of a device read, which ends a
+            graph of torch.compile.
 
     Returns:
         o, [B, T, HV, V] in the dtype of v, and the final state, [N, HV, K, V] in float32, or None.
@@ -2920,6 +2937,7 @@ def gdn2(
         NotImplementedError: a size, device or option that is not supported.
     """
     streams = (q, k, v, e, w, g,)
+    _check_flags(output_final_state=output_final_state, check=check)
     _check(streams, initial_state, scale, cu_seqlens, check)
     K = q.shape[-1]
     factor = float(K) ** -0.5 if scale is None else float(scale)
@@ -2965,7 +2983,8 @@ def gdn2_step(
         inplace: write the next state into state, and return it; otherwise into a new tensor.
         state_indices: [B], int32 or int64, the slot of each row in the pool, with inplace. A row whose slot is negative or
             P or more is padding: its output is 0 and no slot is read or written for it. Other rows' slots must differ.
-        check: also verify that gates are finite and slots distinct, at the price of a device read.
+        check: also verify that gates are finite and slots distinct, at the price of a device read, which ends a graph
+            of torch.compile.
 
     Returns:
         o, [B, HV, V] in the dtype of v, and the next state.
@@ -2976,6 +2995,7 @@ def gdn2_step(
         NotImplementedError: a size, device or option that is not supported; gradients asked for.
     """
     streams = (q, k, v, e, w, g,)
+    _check_flags(inplace=inplace, check=check)
     sizes = _check_streams(streams, ("B",))
     rows = ("B", sizes["B"])
     if state_indices is not None:
