@@ -4,9 +4,9 @@
     python benchmarks/check_contract.py --out $OUT --parts large --only pool
 
 Parts: `huge` (sizes that need most of the memory: give --workers 1), `large` (memory, CUDA graphs, many sequences),
-`devices` (two GPUs), `checks` (every check, every variant), `draws` (random calls until the time is up). Items run in
-worker processes, as in check_gpu.py. Writes OUT/NAME.jsonl and OUT/NAME.txt; exit code 1 if anything fails, 2 if
-something was not run.
+`devices` (needs two GPUs), `sizes` (head sizes), `checks` (every check, the variants that it asks something of),
+`draws` (random calls until the time is up). Items run in worker processes, as in check_gpu.py. Writes OUT/NAME.jsonl
+and OUT/NAME.txt; exit code 1 if anything fails, 2 if something was not run.
 """
 
 from __future__ import annotations
@@ -204,14 +204,21 @@ def nearly_full(name: str) -> list[str]:
     return failures
 
 
+def head_sizes(name: str, K: int = 1, V: int = 1) -> list[str]:
+    """Head sizes that no other check has, judged against the loop."""
+    return contract.every_size(name, dataclasses.replace(PLACE, K=K, V=V))
+
+
+#: The smallest and largest, odd ones, and what falls between the blocks of the kernels.
+HEAD_SIZES = ((1, 1), (3, 5), (8, 12), (15, 17), (96, 96), (160, 32), (129, 257), (64, 512), (255, 511))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # More than one GPU
 
 
 def other_gpu(name: str) -> list[str]:
     """Tensors on a GPU that is not the current one: the same bits, results beside them, and nothing switched."""
-    if torch.cuda.device_count() < 2:
-        return ["needs two GPUs"]
     streams, h0 = random_call(name, 1, 130, 2, 4, 64, 60, states=3)
     cu = torch.tensor([0, 37, 100, 130], device=GPU)
     failures: list[str] = []
@@ -246,8 +253,6 @@ def other_gpu(name: str) -> list[str]:
 
 def compiled_on_other_gpu(name: str) -> list[str]:
     """The same through torch.compile, whole."""
-    if torch.cuda.device_count() < 2:
-        return ["needs two GPUs"]
     streams, _ = random_call(name, 1, 130, 2, 4, 64, 60)
     there = [x.to("cuda:1").requires_grad_() for x in streams]
     op = torch.compile(contract.of(name), fullgraph=True)
@@ -482,7 +487,12 @@ LARGE: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
 }
 
 
-TABLES = {"huge": HUGE, "large": LARGE, "devices": DEVICES}
+#: A few variants a size, each variant at two: compiling is what takes the time.
+SIZES: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
+    f"head_sizes_{K}x{V}": (functools.partial(head_sizes, K=K, V=V), VARIANTS[i % 5 :: 5])
+    for i, (K, V) in enumerate(HEAD_SIZES)
+}
+TABLES = {"huge": HUGE, "large": LARGE, "devices": DEVICES, "sizes": SIZES}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -532,9 +542,9 @@ def label(item: Json) -> str:
 
 
 def choice(text: str) -> tuple[str, tuple[object, ...]]:
-    """A field of the draws and what it may be, of NAME=VALUE,VALUE."""
+    """A field of the draws and what it may be, of NAME=VALUE,VALUE. V follows from K."""
     name, _, values = text.partition("=")
-    known = {str(x): x for x in contract.CHOICES.get(name, ())}
+    known = {str(x): x for x in {**contract.CHOICES, "K": PAIRS, "V": ()}.get(name, ())}
     found = tuple(known[x] for x in values.split(",") if x in known)
     if len(found) != len(values.split(",")):
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE,VALUE of {', '.join(contract.CHOICES)}, got {text!r}")
@@ -576,6 +586,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.out is None:
         parser.error("--out is needed")
+    if "devices" in args.parts and torch.cuda.device_count() < 2:
+        parser.error(f"the part devices needs two GPUs, found {torch.cuda.device_count()}")
     start = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = [

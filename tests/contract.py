@@ -207,6 +207,11 @@ def every_tail(name: str, place: Place) -> list[str]:
     return failures
 
 
+def every_size(name: str, place: Place) -> list[str]:
+    """The place's head sizes, two chunks and a tail."""
+    return judged(name, place, f"K = {place.K}, V = {place.V}", place.inputs(name, place.length(130), seed=21))
+
+
 def nothing_at_all(name: str, place: Place) -> list[str]:
     """T = 0: the state is kept and its cotangent passed on; B = 0: results without rows."""
     streams, h0, do, dht = place.inputs(name, 0)
@@ -402,6 +407,18 @@ def packed(name: str, place: Place, bounds: Sequence[int] = (0, 5, 70, 70, 134, 
         part = {k: x[n : n + 1] if k in ("ht", "dh0") else x[:, start:end] for k, x in got.items()}
         failures += differing(f"sequence {n} packed", part, alone)
     tail = [k for k, x in got.items() if k not in ("ht", "dh0") and (x[:, bounds[-1] :] != 0).any()]
+    spoiled, streams = slice(*bounds[1:3]), leaves(streams, lambda x: x.clone())
+    h0, dht, do = h0.detach().clone(), dht.clone(), do.clone()
+    with torch.no_grad():
+        for x in (*(x[:, spoiled] for x in (*streams, do)), h0[1], dht[1]):
+            x.fill_(float("nan"))
+    got, want = run(name, streams, h0.requires_grad_(), do, dht, cu_seqlens=cu), got
+    for n in (n for n in range(N) if n != 1):
+        parts = [
+            {k: x[n] if k in ("ht", "dh0") else x[:, bounds[n] : bounds[n + 1]] for k, x in result.items()}
+            for result in (got, want)
+        ]
+        failures += differing(f"sequence {n} beside one of NaN", *parts)
     return failures + [f"packed: {k} is not 0 past the last boundary" for k in tail]
 
 

@@ -83,6 +83,22 @@ def overflowing() -> bool:
     return bool((out == float("inf")).all())
 
 
+def keeps_nan(bits: int) -> dict[str, bool]:
+    """Whether one element of these bits, which are not finite, shows in a product in parts and in an inverse."""
+    n = torch.full((64, 64), 0.5).tril(-1)
+    n.view(torch.int32)[40, 3] = bits
+    shown = {}
+    for refine in (False, True):
+        out = torch.empty_like(n)
+        _inverted[(1,)](n, out, DOT=tl.float32, REFINE=refine, N=64)
+        shown[f"inverse {refine}"] = not out.isfinite().all()
+    x, y, out = torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE), torch.empty(SIZE, SIZE)
+    x.view(torch.int32)[3, 4] = bits
+    _product[(1,)](x, y, out, DOT=tl.float32, X=False, Y=True, N=SIZE)
+    shown["product"] = not out.isfinite().all()
+    return {k: bool(v) for k, v in shown.items()}
+
+
 if __name__ == "__main__":
     emulation.install()
     print(
@@ -101,6 +117,7 @@ if __name__ == "__main__":
                 "zero": ranged(0.0),
                 "not scaled": ranged(1e30, False),
                 "infinite": overflowing(),
+                "kept": [keeps_nan(bits) for bits in (0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000)],
             }
         )
     )

@@ -1,4 +1,4 @@
-"""Which products take an operand in two parts: of the inverse, of what it meets or gives tokens, of sums over V."""
+"""Which products take an operand in two parts: the inverse, values that it gives or meets, sums over V."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_inverse_and_its_values_come_in_two_parts(name: str, side: str) -> N
 
 
 def test_kda_names_the_operands() -> None:
-    """The inverse, dVnew where it meets it, and both in what is added to a state: always. The rest as FINE says."""
+    """The inverse; dVnew where it meets it; Vnew and dVnew where they are added to a state. The rest by FINE."""
     split = [call for call in _calls("kda") if call[2] != ["False", "False"]]
     assert split.count(("KT", "Vnew", ["False", "True"])) == 2  # the forward's state and the backward's
     assert ("E", "dVnew", ["True", "True"]) in split

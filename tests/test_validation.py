@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import types
 
 import metrics
 import pytest
@@ -172,6 +173,44 @@ def test_state_kind(value: object) -> None:
 def test_scale_is_a_number(name: str, value: object) -> None:
     with pytest.raises(TypeError, match="scale"):
         getattr(ops, name)(*plain(name), scale=value)
+
+
+@pytest.mark.parametrize(
+    "value", ["yes", [], 1, None, torch.tensor(True)], ids=["str", "list", "int", "None", "tensor"]
+)
+@pytest.mark.parametrize("name", ORACLES)
+def test_flags_are_true_or_false(name: str, value: object) -> None:
+    kind = type(value).__name__
+    for flag in ("output_final_state", "check"):
+        with pytest.raises(TypeError, match=f"^{flag} must be True or False, got {kind}$"):
+            getattr(ops, name)(*plain(name), **{flag: value})
+    for flag in ("inplace", "check"):
+        with pytest.raises(TypeError, match=f"^{flag} must be True or False, got {kind}$"):
+            getattr(ops, f"{name}_step")(*(x[:, 0] for x in plain(name)), state_for(name), **{flag: value})
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_what_a_gpu_does_not_run_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(f"dplrgen.generated.{name}")
+    for dtype in (F32, BF16, F16):
+        with pytest.raises(NotImplementedError, match=f"^{name}: K must be at most 256 on a GPU, got 257$"):
+            module._config(257, dtype)
+        module._config(256, dtype)
+    with pytest.raises(NotImplementedError, match=rf"^{name}: T must be below 2\^31 on a GPU, got 2147483648$"):
+        module._check_limits(("B", 2**31 - 1), ("T", 2**31))
+    module._check_limits(("B", 2**31 - 1))
+    there = types.SimpleNamespace(device=torch.device("cuda", 1))
+    for capability, memory, text in (
+        ((7, 5), 64, "needs compute capability 8.0 or later, cuda:1 has 7.5"),
+        ((8, 6), 99, "needs 160 KiB of shared memory a program, cuda:1 has 99"),
+    ):
+        monkeypatch.setattr(module, "_capability", lambda device, x=capability: x)
+        monkeypatch.setattr(module, "_shared_memory", lambda device, x=memory: x * 1024)
+        with pytest.raises(NotImplementedError, match=f"^{name} {text}$"):
+            module._check_products(there)
+    monkeypatch.setattr(module, "_capability", lambda device: (8, 0))
+    monkeypatch.setattr(module, "_shared_memory", lambda device: 163 * 1024)
+    module._check_products(there)
 
 
 @pytest.mark.parametrize("name", ORACLES)
