@@ -160,12 +160,17 @@ def _run(n: Node, d: Node) -> Sequence[Node | None]:
 def _gram(n: Node, d: Node) -> Sequence[Node | None]:
     """The decay of a pair (i, j) is a sum of g over j+1..i (i-1): what row i gains and column j loses, summed back.
 
-    The diagonal has no decay; left in, its two equal shares would cancel in the gate's gradient with a rounding error.
+    A pair that lies beyond a token is in both sums and cancels there, so both shares are formed from the factors as the
+    products take them. The diagonal has no decay; left in, its two equal shares would cancel in the
+    gate's gradient with a rounding error.
     """
     x, y, g = n.args
     attrs = dict(n.attrs) | {"strict": True}
     dx, dy = node("gram_dx", d, y, g, **attrs), node("gram_dy", d, x, g, **attrs)
-    gained, lost = fit(x * dx, g.axes), fit(y * dy, g.axes)
+    if g.axes == x.axes:
+        gained, lost = node("gram_gain", d, x, y, g, **attrs), node("gram_loss", d, x, y, g, **attrs)
+    else:
+        gained, lost = fit(node("taken", x) * dx, g.axes), fit(node("taken", y) * dy, g.axes)
     left = "from" if attrs["left"] == "to" else "after"
     dg = node("run", gained, over=left) - node("run", lost, over="from")
     if n.attr("strict"):

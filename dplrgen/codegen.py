@@ -226,6 +226,16 @@ def _torch_valid(n: Node, args: list[str]) -> str:
     return text
 
 
+def _torch_share(n: Node, args: list[str]) -> str:
+    d, x, y, g = args
+    before = n.attr("left") == "before"
+    return (
+        f"({x} * _gram_dx({d}, {y}, {g}, {before}))"
+        if n.op == "gram_gain"
+        else f"({y} * _gram_dy({d}, {x}, {g}, {before}))"
+    )
+
+
 def _torch_gram(n: Node, args: list[str]) -> str:
     kind = {"gram": "_gram", "gram_dx": "_gram_dx", "gram_dy": "_gram_dy"}[n.op]
     strict = f", {n.attr('strict')}" if n.op == "gram" else ""
@@ -247,6 +257,8 @@ _TORCH: dict[str, Callable[[Node, list[str]], str]] = {
     "gram": _torch_gram,
     "gram_dx": _torch_gram,
     "gram_dy": _torch_gram,
+    "gram_gain": _torch_share,
+    "gram_loss": _torch_share,
 }
 
 
@@ -513,8 +525,8 @@ class _Printer:
         if not members:
             return []
         names = self.site.plan.names
-        g = next(iter(members.values()))[0][1].args[2]
-        group = [n for n, parts in members.items() if parts[0][1].args[2] is g]
+        g = next(iter(members.values()))[0][1].args[-1]
+        group = [n for n, parts in members.items() if parts[0][1].args[-1] is g]
         for n in group:
             for _, t in members[n]:
                 self._load(t)
@@ -567,10 +579,12 @@ def _tree(group: list[tuple[str, int, Node]], local: Mapping[Node, str], writer:
     def text(n: Node) -> str:
         return local.get(n) or writer.operand(n, local)
 
-    grams, dxs, dys = [], [], []
+    grams: list[dict[str, Any]] = []
+    sums: list[dict[str, Any]] = []
     decayed: dict[tuple[str, str, str], str] = {}
     label: dict[str, str] = {}  # a name for each operand, since one may be an expression
     cotangents: dict[str, str] = {}
+    products: dict[tuple[str, str, bool], str] = {}  # (cotangent, operand, whether it is transposed): its name
 
     def operand(expression: str, side: str, half: str) -> str:
         label.setdefault(expression, f"operand_{len(label)}")
@@ -578,29 +592,38 @@ def _tree(group: list[tuple[str, int, Node]], local: Mapping[Node, str], writer:
 
     for name, sign, n in group:
         side = "decay_before" if n.attr("left") == "before" else "decay"
-        first, second = text(n.args[0]), text(n.args[1])
-        entry = {"name": name, "strict": n.attr("strict"), "side": side, "assign": "+=" if sign > 0 else "-="}
-        entry["equation"] = f"{name} {entry['assign'] if sign < 0 else '='} {show(n, writer.names)}"
+        entry = {"name": name, "strict": n.attr("strict"), "assign": "+=" if sign > 0 else "-="}
+        first = sign > 0 and all(name != other["name"] for other in (*grams, *sums))
+        entry["equation"] = f"{name} {'=' if first else entry['assign']} {show(n, writer.names)}"
+        texts = [text(a) for a in n.args[:-1]]
         if n.op == "gram":
-            entry |= {"left": operand(first, side, "left"), "right": operand(second, "decay", "right")}
-            grams.append(entry | {"x": label[first], "y": label[second]})
+            x, y = texts
+            entry |= {"left": operand(x, side, "left"), "right": operand(y, "decay", "right")}
+            grams.append(entry | {"x": label[x], "y": label[y]})
             continue
-        entry["d"] = cotangents.setdefault(first, f"cotangent_{len(cotangents)}")
-        if n.op == "gram_dx":
-            dxs.append(entry | {"right": operand(second, "decay", "right")})
-        else:
-            dys.append(entry | {"left": operand(second, side, "left")})
+        d, x, y = texts[0], texts[-1 if n.op == "gram_dy" else 1], texts[-1]
+        cotangent = cotangents.setdefault(d, f"cotangent_{len(cotangents)}")
+        rows = n.op in ("gram_dx", "gram_gain")
+        left = "" if n.op == "gram_dx" else operand(x, side, "left")
+        right = "" if n.op == "gram_dy" else operand(y, "decay", "right")
+        made = products.setdefault((cotangent, right if rows else left, not rows), f"made_{len(products)}")
+        # A derivative is decayed from its product; a share of the gate's gradient, multiplied by what the product took.
+        factor = {"gram_gain": left, "gram_loss": right}.get(n.op)
+        sums.append(
+            entry
+            | {"made": made, "factor": factor, "decay": side if rows else "decay", "half": "left" if rows else "right"}
+        )
     info = {
-        "g": text(group[0][2].args[2]),
-        "parts": _parts(group[0][2].args[2]),
+        "g": text(group[0][2].args[-1]),
+        "parts": _parts(group[0][2].args[-1]),
         "decayed": [(name, *key) for key, name in decayed.items()],
         "label": label,
         "operands": [(name, expression) for expression, name in label.items()],
         "cotangents": [(name, expression) for expression, name in cotangents.items()],
+        "products": [(name, *key) for key, name in products.items()],
         "grams": grams,
-        "dxs": dxs,
-        "dys": dys,
-        "sums": list(dict.fromkeys(n["name"] for n in (*dxs, *dys))),
+        "sums": sums,
+        "sum_names": list(dict.fromkeys(n["name"] for n in sums)),
         "before": any(n.attr("left") == "before" for _, _, n in group),
     }
     return Line("tree", "", info=info)

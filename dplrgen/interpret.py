@@ -103,6 +103,16 @@ def _gram_dy(n: Node, args: list[Tensor]) -> Tensor:
     return torch.einsum("...ij,...ik,...ijk->...jk", d, x, _pairs(n, _wide(g, n.args[2].axes)))
 
 
+def _gram_gain(n: Node, args: list[Tensor]) -> Tensor:
+    d, x, y, g = args
+    return x * torch.einsum("...ij,...jk,...ijk->...ik", d, y, _pairs(n, _wide(g, n.args[3].axes)))
+
+
+def _gram_loss(n: Node, args: list[Tensor]) -> Tensor:
+    d, x, y, g = args
+    return y * torch.einsum("...ij,...ik,...ijk->...jk", d, x, _pairs(n, _wide(g, n.args[3].axes)))
+
+
 def _wide(g: Tensor, axes: Axes) -> Tensor:
     return g.unsqueeze(-1) if axes == ("C",) else g
 
@@ -171,6 +181,8 @@ _TILE: dict[str, Callable[[Node, list[Tensor]], Tensor]] = {
     "gram": _gram,
     "gram_dx": _gram_dx,
     "gram_dy": _gram_dy,
+    "gram_gain": _gram_gain,
+    "gram_loss": _gram_loss,
     "pair": _pair,
     "solve": _solve,
     "solve_t": _solve_t,

@@ -306,6 +306,12 @@ def _gram_vjp(operands: tuple[Axes, ...], attrs: dict[str, Any]) -> Axes:
     return ("C", "K")
 
 
+def _gram_share(operands: tuple[Axes, ...], attrs: dict[str, Any]) -> Axes:
+    if operands[1] != ("C", "K"):
+        raise IRError(f"expected [C, K], got {_axes_text(operands[1])}")
+    return _gram_vjp((operands[0], *operands[2:]), attrs)
+
+
 def _outer(operands: tuple[Axes, ...], attrs: dict[str, Any]) -> Axes:
     if operands != (("K",), ("V",)):
         raise IRError(f"outer takes [K] and [V], got {_axes_text(operands[0])} and {_axes_text(operands[1])}")
@@ -368,6 +374,8 @@ _elementwise("sqrt", 1, "sqrt({0})", "torch.sqrt({0})", "tl.sqrt({0})", math.sqr
 _elementwise(
     "sigmoid", 1, "sigmoid({0})", "torch.sigmoid({0})", "tl.sigmoid({0})", lambda x: 1.0 / (1.0 + math.exp(-x))
 )
+# A value as a product takes it, rounded: the same value everywhere but in Triton.
+_elementwise("taken", 1, "taken({0})", "{0}", "{0}.to(DOT).to(tl.float32)", lambda x: x)
 # 1 where `minimum` takes its first operand. Ties, and 8 eps of the computing dtype around them, go to the first, so a
 # bound that is met exactly (GDN2's clip at |k| = 1) leaves the gradient with the value that it bounds.
 _elementwise(
@@ -433,6 +441,19 @@ register(
         cost="product",
     )
 )
+# What a row of a decayed Gram product adds to the gradient of the log-decays, x gram_dx(d, y; g), and what a column
+# takes from it, y gram_dy(d, x; g): from the same rounded factors, so that a pair that both sums hold cancels.
+for _share in ("gram_gain", "gram_loss"):
+    register(
+        Op(
+            _share,
+            4,
+            _gram_share,
+            _share + "({0}, {1}, {2}; {3}, {left}, strict={strict})",
+            at_zero=lambda d, x, y, g, **a: d * x * y,
+            cost="product",
+        )
+    )
 # A C x C tile with its columns scaled by one number a token.
 register(
     Op(
@@ -455,7 +476,9 @@ register(Op("solve_t", 2, _square, "solve_t({0}, {1})", at_zero=lambda n, x, **a
 register(Op("inverse", 1, _square, "inverse({0})", at_zero=lambda n, **a: 1.0, cost="solve"))
 
 #: Operations that combine different tokens or channels, so padding must be zero where they read.
-CHUNK_OPS = frozenset({"sum", "matmul", "run", "gram", "gram_dx", "gram_dy", "pair", "solve", "solve_t"})
+CHUNK_OPS = frozenset(
+    {"sum", "matmul", "run", "gram", "gram_dx", "gram_dy", "gram_gain", "gram_loss", "pair", "solve", "solve_t"}
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

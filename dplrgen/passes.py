@@ -303,6 +303,17 @@ def _units(n: Node) -> Node | None:
     return zero(n.axes) if n.op != "mul" and is_zero(x) else None
 
 
+#: Operands that a sign leaves.
+_SIGNED: dict[str, tuple[int, ...]] = {
+    "solve": (1,),
+    "solve_t": (1,),
+    "gram": (0, 1),
+    "gram_dx": (0, 1),
+    "gram_dy": (0, 1),
+}
+_SIGNED |= {"gram_gain": (0, 1, 2), "gram_loss": (0, 1, 2)}
+
+
 @rule("signs", "a sign moves outward: -(-x) = x, (-x) y = -(x y), x @ (-y) = -(x @ y)")
 def _signs(n: Node) -> Node | None:
     if n.op == "neg":
@@ -317,8 +328,8 @@ def _signs(n: Node) -> Node | None:
     # Not out of a running sum: a log-decay keeps its sign, by which a decay is told from a growth.
     if n.op in ("mask", "sum", "spread") and n.args[0].op == "neg":
         return -node(n.op, n.args[0].args[0], **dict(n.attrs))
-    if n.op in ("solve", "solve_t", "gram", "gram_dx", "gram_dy"):
-        for i in (1,) if n.op.startswith("solve") else (0, 1):
+    if n.op in _SIGNED:
+        for i in _SIGNED[n.op]:
             if n.args[i].op == "neg":
                 args = [*n.args[:i], n.args[i].args[0], *n.args[i + 1 :]]
                 return -node(n.op, *args, **dict(n.attrs))
@@ -328,7 +339,16 @@ def _signs(n: Node) -> Node | None:
 @rule("zeros", "a linear operation of 0 is 0")
 def _zeros(n: Node) -> Node | None:
     linear = {"matmul": (0, 1), "mask": (0,), "run": (0,), "sum": (0,), "neg": (0,), "gram": (0, 1)}
-    linear |= {"gram_dx": (0, 1), "gram_dy": (0, 1), "solve": (1,), "solve_t": (1,), "valid": (0,), "outer": (0, 1)}
+    linear |= {
+        "gram_dx": (0, 1),
+        "gram_dy": (0, 1),
+        "gram_gain": (0, 1, 2),
+        "gram_loss": (0, 1, 2),
+        "solve": (1,),
+        "solve_t": (1,),
+        "valid": (0,),
+        "outer": (0, 1),
+    }
     if n.op in linear and any(is_zero(n.args[i]) for i in linear[n.op]):
         return zero(n.axes)
     return None
@@ -533,7 +553,7 @@ def _mask_once(n: Node) -> Node | None:
 
 @rule("mask-inside", "a decayed Gram product's derivatives read the pairs below the diagonal only")
 def _mask_inside(n: Node) -> Node | None:
-    if n.op not in ("gram_dx", "gram_dy") or n.args[0].op != "mask":
+    if n.op not in ("gram_dx", "gram_dy", "gram_gain", "gram_loss") or n.args[0].op != "mask":
         return None
     return node(n.op, n.args[0].args[0], *n.args[1:], **dict(n.attrs))
 
@@ -618,7 +638,8 @@ def _gradient_factors(n: Node) -> list[Node]:
 
 def _token_wise(n: Node) -> bool:
     """Whether a value is formed from one token's inputs: no cotangent, no running sum."""
-    return all(m.op not in ("run", "matmul", "gram", "gram_dx", "gram_dy") for m in topological([n])) and not any(
+    mixing = ("run", "matmul", "gram", "gram_dx", "gram_dy", "gram_gain", "gram_loss")
+    return all(m.op not in mixing for m in topological([n])) and not any(
         m.op == "input" and m.attr("name") in ("do", "dS", "S") for m in topological([n])
     )
 
@@ -629,14 +650,14 @@ def _gather_trees(n: Node) -> Node | None:
         return None
     parts = terms(n)
     together = []
-    for kind in ("gram_dx", "gram_dy"):
-        trees = sorted(((show(t), sign, i) for i, (sign, t) in enumerate(parts) if t.op == kind))
+    for kind in (("gram_dx",), ("gram_dy",), ("gram_gain", "gram_loss")):
+        trees = sorted(((show(t), sign, i) for i, (sign, t) in enumerate(parts) if t.op in kind))
         if len(trees) > 1:
             lead = trees[0][1]
             together.append((lead, total([(sign * lead, parts[i][1]) for _, sign, i in trees], n.axes), kind))
     if all(whole in _sums_within(n) for _, whole, _ in together):
         return None
-    kinds = {kind for _, _, kind in together}
+    kinds = {op for _, _, kind in together for op in kind}
     rest = [p for p in parts if p[1].op not in kinds]
     return total([*rest, *((sign, whole) for sign, whole, _ in together)], n.axes)
 
@@ -799,6 +820,9 @@ def _in_padding(n: Node, axis: str, args: list[float]) -> float:
         return 0.0 if args[1] == 0.0 else _FREE
     if n.op in ("gram_dx", "gram_dy"):
         return 0.0 if args[0 if axis == "C" else 1] == 0.0 else _FREE
+    if n.op in ("gram_gain", "gram_loss"):
+        own = 1 if n.op == "gram_gain" else 2
+        return 0.0 if 0.0 in ((args[0], args[own]) if axis == "C" else args[1:3]) else _FREE
     return 0.0 if all(x == 0.0 for x in kept[:2]) else _FREE
 
 
@@ -813,6 +837,8 @@ def _mixed(n: Node) -> list[tuple[int, str]]:
         return [(0, "K"), (1, "K"), (2, "C")]
     if n.op in ("gram_dx", "gram_dy"):
         return [(0, "C"), (1, "C"), (2, "C")]
+    if n.op in ("gram_gain", "gram_loss"):
+        return [(0, "C"), (1, "C"), (2, "C"), (3, "C")]
     if n.op in ("run", "pair", "inverse"):
         return [(0, "C")]
     return [(1, "C")] if n.op in ("solve", "solve_t") else []

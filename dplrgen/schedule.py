@@ -43,7 +43,7 @@ __all__ = [
 
 Slot = tuple[int, int]  # stage, part of a launch
 
-TREE = frozenset({"gram", "gram_dx", "gram_dy"})
+TREE = frozenset({"gram", "gram_dx", "gram_dy", "gram_gain", "gram_loss"})
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program fe3ee2b7:
+# Comba: the erase key is an input of its own, program 9fa538ec:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba", "comba_step"]
 
-_NAME = "comba_fe3ee2b7"
+_NAME = "comba_9fa538ec"
 
 
 #: What kernels are not compiled anew for.
@@ -696,10 +696,10 @@ def _backward_prepare(
     x17 = _sums_of_numbers(_keep_after(row), g)
     # x18 = exp(x17)
     x18 = tl.exp(x17)
-    # x57 = sum[all](g)
-    x57 = tl.sum(g, 0)
-    # Gc = exp(x57)
-    Gc = tl.exp(x57)
+    # x60 = sum[all](g)
+    x60 = tl.sum(g, 0)
+    # Gc = exp(x60)
+    Gc = tl.exp(x60)
     tl.store(Gc_out + tile, Gc)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -809,11 +809,11 @@ def _backward_scan(
         Vnew = x6.to(tl.float32) + (-x9)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x68 = KT^T @ Vnew
-        x68 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
+        # x71 = KT^T @ Vnew
+        x71 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x68 + (S * Gc)
-        S_next = x68 + (S * Gc)
+        # S_next = x71 + (S * Gc)
+        S_next = x71 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -904,14 +904,14 @@ def _backward_reverse(
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x71 = QL^T @ do
-        x71 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x74 = QL^T @ do
+        x74 = _dot(tl.trans(QL), do, DOT, PRECISION)
         x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x73 = x8^T @ dVnew
-        x73 = _dot_fine(tl.trans(x8), dVnew, DOT, PRECISION, False, True)
+        # x76 = x8^T @ dVnew
+        x76 = _dot_fine(tl.trans(x8), dVnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x71) + -x73
-        dS_prev = ((dS * Gc) + x71) + (-x73)
+        # dS_prev = ((dS * Gc) + x74) + -x76
+        dS_prev = ((dS * Gc) + x74) + (-x76)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -946,8 +946,8 @@ def _backward_finish(
     x28_out,
     dv_out,
     x33_out,
-    x56_out,
-    x65_out,
+    x59_out,
+    x68_out,
     places_ptr,
     scale,
     T,
@@ -997,8 +997,8 @@ def _backward_finish(
     x27 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     x33 = tl.zeros([C, BK, ], tl.float32)
-    x56 = tl.zeros([BK, ], tl.float32)
-    x65 = tl.zeros([C, ], tl.float32)
+    x59 = tl.zeros([BK, ], tl.float32)
+    x68 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -1023,21 +1023,21 @@ def _backward_finish(
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
         # x33 = x26 @ S^T
         x33 += _dot_fine(x26, tl.trans(S), DOT, PRECISION, FINE, False)
-        # x55 = dS * S
-        x55 = dS.to(tl.float32) * S.to(tl.float32)
-        # x56 = sum_V(x55)
-        x56 += tl.sum(x55, 1)
+        # x58 = dS * S
+        x58 = dS.to(tl.float32) * S.to(tl.float32)
+        # x59 = sum_V(x58)
+        x59 += tl.sum(x58, 1)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x64 = x26 * v
-        x64 = x26 * v
-        # x65 = sum_V(x64)
-        x65 += tl.sum(x64, 1)
+        # x67 = x26 * v
+        x67 = x26 * v
+        # x68 = sum_V(x67)
+        x68 += tl.sum(x67, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     _store_rows(x33_out + tile * C * K, x33, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x56_out + tile * K + col_k, x56, mask=col_k < K)
-    tl.store(x65_out + tile * C + row, x65, mask=row < C)
+    tl.store(x59_out + tile * K + col_k, x59, mask=col_k < K)
+    tl.store(x68_out + tile * C + row, x68, mask=row < C)
     g = tl.load(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h + row * g_stride_t, mask=in_c, other=0.0).to(tl.float32)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
@@ -1073,9 +1073,9 @@ def _backward_finish_1(
     p_stride_t,
     p_stride_h,
     x33_ptr,
-    x56_ptr,
+    x59_ptr,
     Gc_ptr,
-    x65_ptr,
+    x68_ptr,
     dq_out,
     dk_out,
     dp_out,
@@ -1140,10 +1140,10 @@ def _backward_finish_1(
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     x28 = _load_rows(x28_ptr + tile * C * C, row, row, C, C, C, True)
     x43 = tl.zeros([C, ], tl.float32)
-    x51 = tl.zeros([C, ], tl.float32)
+    x54 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
-    x61 = tl.zeros([C, ], tl.float32)
-    x67 = tl.zeros([C, ], tl.float32)
+    x64 = tl.zeros([C, ], tl.float32)
+    x70 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -1183,27 +1183,27 @@ def _backward_finish_1(
             _store_rows(dp_out + ((batch * T + start) * HV + head_v) * K, dp, row, col_k, HV * K, rows, K, K % BK == 0)
         # x43 = sum_K(((dQL * x20) + -(x33 * x29)))
         x43 += tl.sum(((dQL * x20) + (-(x33 * x29))), 1)
-        # x51 = sum_K((((x29 * x36) + (k * x32)) + -(x20 * x12)))
-        x51 += tl.sum((((x29 * x36) + (k * x32)) + (-(x20 * x12))), 1)
-        x56 = tl.load(x56_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x56)
-        dGc += tl.sum(x56, 0)
-        # x61 = sum_K((dKT * k))
-        x61 += tl.sum((dKT * k), 1)
-        # x67 = sum_K((x38 * p))
-        x67 += tl.sum((x38 * p), 1)
-    # x54 = sum[from](((x43 * x2) + -x51))
-    x54 = _sums_of_numbers(_keep_from(row), ((x43 * x2) + (-x51)))
-    # x63 = sum[before]((x61 * x18))
-    x63 = _sums_of_numbers(_keep_before(row), (x61 * x18))
+        # x54 = sum_K((((taken(x29) * x36) + (taken(k) * x32)) + -(taken(x20) * x12)))
+        x54 += tl.sum((((x29.to(DOT).to(tl.float32) * x36) + (k.to(DOT).to(tl.float32) * x32)) + (-(x20.to(DOT).to(tl.float32) * x12))), 1)
+        x59 = tl.load(x59_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x59)
+        dGc += tl.sum(x59, 0)
+        # x64 = sum_K((dKT * k))
+        x64 += tl.sum((dKT * k), 1)
+        # x70 = sum_K((x38 * p))
+        x70 += tl.sum((x38 * p), 1)
+    # x57 = sum[from](((x43 * x2) + -x54))
+    x57 = _sums_of_numbers(_keep_from(row), ((x43 * x2) + (-x54)))
+    # x66 = sum[before]((x64 * x18))
+    x66 = _sums_of_numbers(_keep_before(row), (x64 * x18))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x54 + (dGc * Gc)) + x63
-    dg = (x54 + (dGc * Gc)) + x63
+    # dg = (x57 + (dGc * Gc)) + x66
+    dg = (x57 + (dGc * Gc)) + x66
     if NEED & 16:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    x65 = tl.load(x65_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x65 + x67
-    dbeta = x65 + x67
+    x68 = tl.load(x68_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x68 + x70
+    dbeta = x68 + x70
     if NEED & 32:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -1666,8 +1666,8 @@ def _backward_triton(
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x28 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x33 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x56 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x65 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x59 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x68 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1686,8 +1686,8 @@ def _backward_triton(
                 x28,
                 dv,
                 x33,
-                x56,
-                x65,
+                x59,
+                x68,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1714,9 +1714,9 @@ def _backward_triton(
                 *_strided(beta),
                 *_strided(p),
                 x33,
-                x56,
+                x59,
                 Gc,
-                x65,
+                x68,
                 dq,
                 dk,
                 dp,
@@ -2074,10 +2074,10 @@ def _backward_rows(
     x17 = _run(g[..., None], 'after')[..., 0]
     # x18 = exp(x17)
     x18 = torch.exp(x17)
-    # x57 = sum[all](g)
-    x57 = g.sum(-1)
-    # Gc = exp(x57)
-    Gc = torch.exp(x57)
+    # x60 = sum[all](g)
+    x60 = g.sum(-1)
+    # Gc = exp(x60)
+    Gc = torch.exp(x60)
     # x8 = x5 @ (p * x2)
     x8 = x5 @ (p * x2[..., :, None])
     # KT = k * x18
@@ -2107,10 +2107,10 @@ def _backward_rows(
             x9 = x8_here @ S
             # Vnew = x6 + -x9
             Vnew = x6_here + (-x9)
-            # x68 = KT^T @ Vnew
-            x68 = KT_here.mT @ Vnew
-            # S_next = x68 + (S * Gc)
-            S_next = x68 + (S * Gc_here[..., None, None])
+            # x71 = KT^T @ Vnew
+            x71 = KT_here.mT @ Vnew
+            # S_next = x71 + (S * Gc)
+            S_next = x71 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -2132,12 +2132,12 @@ def _backward_rows(
             x24 = KT_here @ dS
             # dVnew = x24 + x25
             dVnew = x24 + x25_here
-            # x71 = QL^T @ do
-            x71 = QL_here.mT @ do_here
-            # x73 = x8^T @ dVnew
-            x73 = x8_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x71) + -x73
-            dS_prev = ((dS * Gc_here[..., None, None]) + x71) + (-x73)
+            # x74 = QL^T @ do
+            x74 = QL_here.mT @ do_here
+            # x76 = x8^T @ dVnew
+            x76 = x8_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x74) + -x76
+            dS_prev = ((dS * Gc_here[..., None, None]) + x74) + (-x76)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -2165,15 +2165,15 @@ def _backward_rows(
         # x33 = x26 @ S^T
         x33 = x26 @ S.mT
     if needs & 16:
-        # x55 = dS * S
-        x55 = dS * S
-        # x56 = sum_V(x55)
-        x56 = x55.sum(-1)
+        # x58 = dS * S
+        x58 = dS * S
+        # x59 = sum_V(x58)
+        x59 = x58.sum(-1)
     if needs & 32:
-        # x64 = x26 * v
-        x64 = x26 * v
-        # x65 = sum_V(x64)
-        x65 = x64.sum(-1)
+        # x67 = x26 * v
+        x67 = x26 * v
+        # x68 = sum_V(x67)
+        x68 = x67.sum(-1)
     if needs & 59:
         # x4 = pair(g, to, strict=True)
         x4 = _pairs_of(g, False, True)
@@ -2216,25 +2216,25 @@ def _backward_rows(
     if needs & 16:
         # x43 = sum_K(((dQL * x20) + -(x33 * x29)))
         x43 = ((dQL * x20) + (-(x33 * x29))).sum(-1)
-        # x51 = sum_K((((x29 * x36) + (k * x32)) + -(x20 * x12)))
-        x51 = (((x29 * x36) + (k * x32)) + (-(x20 * x12))).sum(-1)
-        # dGc = sum_K(x56)
-        dGc = x56.sum(-1)
-        # x61 = sum_K((dKT * k))
-        x61 = (dKT * k).sum(-1)
+        # x54 = sum_K((((taken(x29) * x36) + (taken(k) * x32)) + -(taken(x20) * x12)))
+        x54 = (((x29 * x36) + (k * x32)) + (-(x20 * x12))).sum(-1)
+        # dGc = sum_K(x59)
+        dGc = x59.sum(-1)
+        # x64 = sum_K((dKT * k))
+        x64 = (dKT * k).sum(-1)
     if needs & 32:
-        # x67 = sum_K((x38 * p))
-        x67 = (x38 * p).sum(-1)
+        # x70 = sum_K((x38 * p))
+        x70 = (x38 * p).sum(-1)
     if needs & 16:
-        # x54 = sum[from](((x43 * x2) + -x51))
-        x54 = _run(((x43 * x2) + (-x51))[..., None], 'from')[..., 0]
-        # x63 = sum[before]((x61 * x18))
-        x63 = _run((x61 * x18)[..., None], 'before')[..., 0]
-        # dg = (x54 + (dGc * Gc)) + x63
-        dg = (x54 + (dGc * Gc)[..., None]) + x63
+        # x57 = sum[from](((x43 * x2) + -x54))
+        x57 = _run(((x43 * x2) + (-x54))[..., None], 'from')[..., 0]
+        # x66 = sum[before]((x64 * x18))
+        x66 = _run((x64 * x18)[..., None], 'before')[..., 0]
+        # dg = (x57 + (dGc * Gc)) + x66
+        dg = (x57 + (dGc * Gc)[..., None]) + x66
     if needs & 32:
-        # dbeta = x65 + x67
-        dbeta = x65 + x67
+        # dbeta = x68 + x70
+        dbeta = x68 + x70
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

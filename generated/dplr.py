@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr
 #
-# gated diagonal plus low rank, the master form, program 1401b48e:
+# gated diagonal plus low rank, the master form, program c3734e3d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr", "dplr_step"]
 
-_NAME = "dplr_1401b48e"
+_NAME = "dplr_c3734e3d"
 
 
 #: What kernels are not compiled anew for.
@@ -897,10 +897,10 @@ def _backward_prepare(
         # KT = k * x21
         KT = k * x21
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x73 = sum[all](g)
-        x73 = tl.sum(g, 0)
-        # Gc = exp(x73)
-        Gc = tl.exp(x73)
+        # x87 = sum[all](g)
+        x87 = tl.sum(g, 0)
+        # Gc = exp(x87)
+        Gc = tl.exp(x87)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x3
@@ -1010,14 +1010,14 @@ def _backward_scan(
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x76 = KT^T @ v
-        x76 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x90 = KT^T @ v
+        x90 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x78 = AT^T @ x5
-        x78 = _dot_fine(tl.trans(AT), x5, DOT, PRECISION, False, True)
+        # x92 = AT^T @ x5
+        x92 = _dot_fine(tl.trans(AT), x5, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x76) + -x78
-        S_next = ((S * Gc[:, None]) + x76) + (-x78)
+        # S_next = ((S * Gc) + x90) + -x92
+        S_next = ((S * Gc[:, None]) + x90) + (-x92)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1107,15 +1107,15 @@ def _backward_reverse(
         x31 = (-x27) + x30
         _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x81 = W^T @ x31
-        x81 = _dot_fine(tl.trans(W), x31, DOT, PRECISION, False, True)
+        # x95 = W^T @ x31
+        x95 = _dot_fine(tl.trans(W), x31, DOT, PRECISION, False, True)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x83 = QL^T @ do
-        x83 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x97 = QL^T @ do
+        x97 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x81) + x83
-        dS_prev = ((dS * Gc[:, None]) + x81) + x83
+        # dS_prev = ((dS * Gc) + x95) + x97
+        dS_prev = ((dS * Gc[:, None]) + x95) + x97
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -1153,7 +1153,7 @@ def _backward_finish(
     x41_out,
     x45_out,
     x49_out,
-    x74_out,
+    x88_out,
     places_ptr,
     scale,
     T,
@@ -1248,10 +1248,10 @@ def _backward_finish(
         x45 += _dot_fine(x32, tl.trans(x5), DOT, PRECISION, FINE, FINE)
         # dBL = x32 @ S^T
         dBL += _dot_fine(x32, tl.trans(S), DOT, PRECISION, FINE, False)
-        # x72 = dS * S
-        x72 = dS.to(tl.float32) * S.to(tl.float32)
-        # dGc = sum_V(x72)
-        dGc += tl.sum(x72, 1)
+        # x86 = dS * S
+        x86 = dS.to(tl.float32) * S.to(tl.float32)
+        # dGc = sum_V(x86)
+        dGc += tl.sum(x86, 1)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
@@ -1278,9 +1278,9 @@ def _backward_finish(
     x49 = dBL * x3
     _store_rows(x49_out + tile * C * K, x49, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x74 = dGc * Gc
-    x74 = dGc * Gc
-    tl.store(x74_out + tile * K + col_k, x74, mask=col_k < K)
+    # x88 = dGc * Gc
+    x88 = dGc * Gc
+    tl.store(x88_out + tile * K + col_k, x88, mask=col_k < K)
 
 
 @_jit
@@ -1313,7 +1313,7 @@ def _backward_finish_1(
     x41_ptr,
     x45_ptr,
     x49_ptr,
-    x74_ptr,
+    x88_ptr,
     dq_out,
     dk_out,
     da_out,
@@ -1379,16 +1379,25 @@ def _backward_finish_1(
         x16 = tl.zeros([C, BK, ], tl.float32)
         b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x34 = tl.zeros([C, BK, ], tl.float32)
-        x47 = tl.zeros([C, BK, ], tl.float32)
+        x48 = tl.zeros([C, BK, ], tl.float32)
         x54 = tl.zeros([C, BK, ], tl.float32)
+        x74 = tl.zeros([C, BK, ], tl.float32)
         # x16 -= gram_dx(x6, a; g, to, strict=True)
-        # x16 = gram_dx(dAqk, k; g, to, strict=True)
-        # x54 -= gram_dx(x45, a; g, to, strict=True)
-        # x54 = gram_dx(dAbk, k; g, to, strict=True)
+        # x16 += gram_dx(dAqk, k; g, to, strict=True)
         # x34 = gram_dy(dAqk, x23; g, to, strict=True)
-        # x34 = gram_dy(dAbk, b; g, to, strict=True)
-        # x47 = gram_dy(x6, x23; g, to, strict=True)
-        # x47 = gram_dy(x45, b; g, to, strict=True)
+        # x34 += gram_dy(dAbk, b; g, to, strict=True)
+        # x48 -= gram_dy(x6, x23; g, to, strict=True)
+        # x48 -= gram_dy(x45, b; g, to, strict=True)
+        # x54 -= gram_dx(x45, a; g, to, strict=True)
+        # x54 += gram_dx(dAbk, k; g, to, strict=True)
+        # x74 -= gram_gain(x6, x23, a; g, to, strict=True)
+        # x74 -= gram_gain(x45, b, a; g, to, strict=True)
+        # x74 -= gram_loss(dAqk, x23, k; g, to, strict=True)
+        # x74 -= gram_loss(dAbk, b, k; g, to, strict=True)
+        # x74 += gram_gain(dAqk, x23, k; g, to, strict=True)
+        # x74 += gram_gain(dAbk, b, k; g, to, strict=True)
+        # x74 += gram_loss(x6, x23, a; g, to, strict=True)
+        # x74 += gram_loss(x45, b, a; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(a, C, BK)
         operand_1_16 = _blocks(k, C, BK)
@@ -1403,9 +1412,10 @@ def _backward_finish_1(
         cotangent_3, cotangent_3_unit = _in_range(x45, TREE != DOT)
         cotangent_3_16 = _diagonal_blocks(cotangent_3, C)
         x16_16 = _block_zeros(C, BK)
-        x54_16 = _block_zeros(C, BK)
         x34_16 = _block_zeros(C, BK)
-        x47_16 = _block_zeros(C, BK)
+        x48_16 = _block_zeros(C, BK)
+        x54_16 = _block_zeros(C, BK)
+        x74_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
@@ -1418,14 +1428,30 @@ def _backward_finish_1(
             cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(TREE)
             cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(TREE)
             cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(TREE)
-            x16_16 -= decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
-            x16_16 += decay_16 * (cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION))
-            x54_16 -= decay_16 * (cotangent_3_unit * _dot(cotangent_3_edge_16, right_0_16, TREE, PRECISION))
-            x54_16 += decay_16 * (cotangent_2_unit * _dot(cotangent_2_edge_16, right_1_16, TREE, PRECISION))
-            x34_16 += decay_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-            x34_16 += decay_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
-            x47_16 += decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-            x47_16 += decay_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+            made_0_16 = cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION)
+            x16_16 -= decay_16 * made_0_16
+            x74_16 -= left_2_16.to(tl.float32) * made_0_16
+            made_1_16 = cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION)
+            x16_16 += decay_16 * made_1_16
+            x74_16 += left_2_16.to(tl.float32) * made_1_16
+            made_2_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+            x34_16 += decay_16 * made_2_16
+            x74_16 -= right_1_16.to(tl.float32) * made_2_16
+            made_3_16 = cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+            x34_16 += decay_16 * made_3_16
+            x74_16 -= right_1_16.to(tl.float32) * made_3_16
+            made_4_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+            x48_16 -= decay_16 * made_4_16
+            x74_16 += right_0_16.to(tl.float32) * made_4_16
+            made_5_16 = cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+            x48_16 -= decay_16 * made_5_16
+            x74_16 += right_0_16.to(tl.float32) * made_5_16
+            made_6_16 = cotangent_3_unit * _dot(cotangent_3_edge_16, right_0_16, TREE, PRECISION)
+            x54_16 -= decay_16 * made_6_16
+            x74_16 -= left_3_16.to(tl.float32) * made_6_16
+            made_7_16 = cotangent_2_unit * _dot(cotangent_2_edge_16, right_1_16, TREE, PRECISION)
+            x54_16 += decay_16 * made_7_16
+            x74_16 += left_3_16.to(tl.float32) * made_7_16
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1435,18 +1461,35 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
         left_2_16 = (operand_2_16 * decay_left_16).to(TREE)
         left_3_16 = (operand_3_16 * decay_left_16).to(TREE)
-        x16_16 -= decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
-        x16_16 += decay_left_16 * (cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION))
-        x54_16 -= decay_left_16 * (cotangent_3_unit * _dot(cotangent_3_16, right_0_16, TREE, PRECISION))
-        x54_16 += decay_left_16 * (cotangent_2_unit * _dot(cotangent_2_16, right_1_16, TREE, PRECISION))
-        x34_16 += decay_right_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-        x34_16 += decay_right_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
-        x47_16 += decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-        x47_16 += decay_right_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+        made_0_16 = cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION)
+        x16_16 -= decay_left_16 * made_0_16
+        x74_16 -= left_2_16.to(tl.float32) * made_0_16
+        made_1_16 = cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION)
+        x16_16 += decay_left_16 * made_1_16
+        x74_16 += left_2_16.to(tl.float32) * made_1_16
+        made_2_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+        x34_16 += decay_right_16 * made_2_16
+        x74_16 -= right_1_16.to(tl.float32) * made_2_16
+        made_3_16 = cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+        x34_16 += decay_right_16 * made_3_16
+        x74_16 -= right_1_16.to(tl.float32) * made_3_16
+        made_4_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+        x48_16 -= decay_right_16 * made_4_16
+        x74_16 += right_0_16.to(tl.float32) * made_4_16
+        made_5_16 = cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+        x48_16 -= decay_right_16 * made_5_16
+        x74_16 += right_0_16.to(tl.float32) * made_5_16
+        made_6_16 = cotangent_3_unit * _dot(cotangent_3_16, right_0_16, TREE, PRECISION)
+        x54_16 -= decay_left_16 * made_6_16
+        x74_16 -= left_3_16.to(tl.float32) * made_6_16
+        made_7_16 = cotangent_2_unit * _dot(cotangent_2_16, right_1_16, TREE, PRECISION)
+        x54_16 += decay_left_16 * made_7_16
+        x74_16 += left_3_16.to(tl.float32) * made_7_16
         x16 += tl.reshape(x16_16, [C, BK])
-        x54 += tl.reshape(x54_16, [C, BK])
         x34 += tl.reshape(x34_16, [C, BK])
-        x47 += tl.reshape(x47_16, [C, BK])
+        x48 += tl.reshape(x48_16, [C, BK])
+        x54 += tl.reshape(x54_16, [C, BK])
+        x74 += tl.reshape(x74_16, [C, BK])
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
@@ -1458,14 +1501,30 @@ def _backward_finish_1(
             cotangent_1_edge = tl.where(edge, cotangent_1, 0.0).to(TREE)
             cotangent_2_edge = tl.where(edge, cotangent_2, 0.0).to(TREE)
             cotangent_3_edge = tl.where(edge, cotangent_3, 0.0).to(TREE)
-            x16 -= decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
-            x16 += decay * (cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION))
-            x54 -= decay * (cotangent_3_unit * _dot(cotangent_3_edge, right_0, TREE, PRECISION))
-            x54 += decay * (cotangent_2_unit * _dot(cotangent_2_edge, right_1, TREE, PRECISION))
-            x34 += decay * (cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION))
-            x34 += decay * (cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION))
-            x47 += decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION))
-            x47 += decay * (cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION)
+            x16 -= decay * made_0
+            x74 -= left_2.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION)
+            x16 += decay * made_1
+            x74 += left_2.to(tl.float32) * made_1
+            made_2 = cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION)
+            x34 += decay * made_2
+            x74 -= right_1.to(tl.float32) * made_2
+            made_3 = cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION)
+            x34 += decay * made_3
+            x74 -= right_1.to(tl.float32) * made_3
+            made_4 = cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION)
+            x48 -= decay * made_4
+            x74 += right_0.to(tl.float32) * made_4
+            made_5 = cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION)
+            x48 -= decay * made_5
+            x74 += right_0.to(tl.float32) * made_5
+            made_6 = cotangent_3_unit * _dot(cotangent_3_edge, right_0, TREE, PRECISION)
+            x54 -= decay * made_6
+            x74 -= left_3.to(tl.float32) * made_6
+            made_7 = cotangent_2_unit * _dot(cotangent_2_edge, right_1, TREE, PRECISION)
+            x54 += decay * made_7
+            x74 += left_3.to(tl.float32) * made_7
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1475,14 +1534,30 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(TREE)
             left_2 = (x23 * decay_left).to(TREE)
             left_3 = (b * decay_left).to(TREE)
-            x16 -= decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
-            x16 += decay_left * (cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION))
-            x54 -= decay_left * (cotangent_3_unit * _dot(cotangent_3, right_0, TREE, PRECISION))
-            x54 += decay_left * (cotangent_2_unit * _dot(cotangent_2, right_1, TREE, PRECISION))
-            x34 += decay_right * (cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION))
-            x34 += decay_right * (cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION))
-            x47 += decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION))
-            x47 += decay_right * (cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION)
+            x16 -= decay_left * made_0
+            x74 -= left_2.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION)
+            x16 += decay_left * made_1
+            x74 += left_2.to(tl.float32) * made_1
+            made_2 = cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION)
+            x34 += decay_right * made_2
+            x74 -= right_1.to(tl.float32) * made_2
+            made_3 = cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION)
+            x34 += decay_right * made_3
+            x74 -= right_1.to(tl.float32) * made_3
+            made_4 = cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION)
+            x48 -= decay_right * made_4
+            x74 += right_0.to(tl.float32) * made_4
+            made_5 = cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION)
+            x48 -= decay_right * made_5
+            x74 += right_0.to(tl.float32) * made_5
+            made_6 = cotangent_3_unit * _dot(cotangent_3, right_0, TREE, PRECISION)
+            x54 -= decay_left * made_6
+            x74 -= left_3.to(tl.float32) * made_6
+            made_7 = cotangent_2_unit * _dot(cotangent_2, right_1, TREE, PRECISION)
+            x54 += decay_left * made_7
+            x74 += left_3.to(tl.float32) * made_7
         x18 = _load_rows(x18_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x7 * a) + (x9 * k)) + x16) + x18) * scale
         dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + x16) + x18) * scale
@@ -1494,8 +1569,8 @@ def _backward_finish_1(
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
         x41 = _load_rows(x41_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # da = ((x7 * x23) + -x41) + -x47
-        da = ((x7[:, None] * x23) + (-x41)) + (-x47)
+        # da = ((x7 * x23) + -x41) + x48
+        da = ((x7[:, None] * x23) + (-x41)) + x48
         if NEED & 8:
             _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, rows, K, K % BK == 0)
         x49 = _load_rows(x49_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1503,13 +1578,13 @@ def _backward_finish_1(
         db = x49 + x54
         if NEED & 16:
             _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x65 = sum[from](((((b * (x54 + x49)) + (x23 * (x16 + x18))) + (a * x47)) + -(k * x34)))
-        x65 = _running_from(((((b * (x54 + x49)) + (x23 * (x16 + x18))) + (a * x47)) + (-(k * x34))), row, EXACT)
-        # x70 = sum[before](((x22 * k) + -(x41 * a)))
-        x70 = _running_before(((x22 * k) + (-(x41 * a))), row, EXACT)
-        x74 = tl.load(x74_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = (x65 + x70) + x74
-        dg = (x65 + x70) + x74[None, :]
+        # x79 = sum[from]((x74 + ((x49 * b) + (x18 * x23))))
+        x79 = _running_from((x74 + ((x49 * b) + (x18 * x23))), row, EXACT)
+        # x84 = sum[before](((x22 * k) + -(x41 * a)))
+        x84 = _running_before(((x22 * k) + (-(x41 * a))), row, EXACT)
+        x88 = tl.load(x88_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x79 + x84) + x88
+        dg = (x79 + x84) + x88[None, :]
         if NEED & 32:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, rows, K, K % BK == 0)
 
@@ -2017,7 +2092,7 @@ def _backward_triton(
             x41 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x45 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x49 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x74 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x88 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -2042,7 +2117,7 @@ def _backward_triton(
                 x41,
                 x45,
                 x49,
-                x74,
+                x88,
                 chunks if packed else none,
                 scale,
                 T,
@@ -2072,7 +2147,7 @@ def _backward_triton(
                 x41,
                 x45,
                 x49,
-                x74,
+                x88,
                 dq,
                 dk,
                 da,
@@ -2448,10 +2523,10 @@ def _backward_rows(
     if needs & 61:
         # KT = k * x21
         KT = k * x21
-    # x73 = sum[all](g)
-    x73 = g.sum(-2)
-    # Gc = exp(x73)
-    Gc = torch.exp(x73)
+    # x87 = sum[all](g)
+    x87 = g.sum(-2)
+    # Gc = exp(x87)
+    Gc = torch.exp(x87)
     if needs & 126:
         # x23 = scale * q
         x23 = scale * q
@@ -2483,12 +2558,12 @@ def _backward_rows(
             x4 = W_here @ S
             # x5 = U + x4
             x5 = U_here + x4
-            # x76 = KT^T @ v
-            x76 = KT_here.mT @ v_here
-            # x78 = AT^T @ x5
-            x78 = AT_here.mT @ x5
-            # S_next = ((S * Gc) + x76) + -x78
-            S_next = ((S * Gc_here[..., :, None]) + x76) + (-x78)
+            # x90 = KT^T @ v
+            x90 = KT_here.mT @ v_here
+            # x92 = AT^T @ x5
+            x92 = AT_here.mT @ x5
+            # S_next = ((S * Gc) + x90) + -x92
+            S_next = ((S * Gc_here[..., :, None]) + x90) + (-x92)
             x5_all.append(x5)
             S = S_next
         end_S = S
@@ -2510,12 +2585,12 @@ def _backward_rows(
             x27 = AT_here @ dS
             # x31 = -x27 + x30
             x31 = (-x27) + x30_here
-            # x81 = W^T @ x31
-            x81 = W_here.mT @ x31
-            # x83 = QL^T @ do
-            x83 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x81) + x83
-            dS_prev = ((dS * Gc_here[..., :, None]) + x81) + x83
+            # x95 = W^T @ x31
+            x95 = W_here.mT @ x31
+            # x97 = QL^T @ do
+            x97 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x95) + x97
+            dS_prev = ((dS * Gc_here[..., :, None]) + x95) + x97
             x31_all.append(x31)
             dS = dS_prev
         end_dS = dS
@@ -2561,10 +2636,10 @@ def _backward_rows(
         # dBL = x32 @ S^T
         dBL = x32 @ S.mT
     if needs & 32:
-        # x72 = dS * S
-        x72 = dS * S
-        # dGc = sum_V(x72)
-        dGc = x72.sum(-1)
+        # x86 = dS * S
+        x86 = dS * S
+        # dGc = sum_V(x86)
+        dGc = x86.sum(-1)
     if needs & 33:
         # x18 = dQL * x3
         x18 = dQL * x3
@@ -2578,61 +2653,65 @@ def _backward_rows(
         # x49 = dBL * x3
         x49 = dBL * x3
     if needs & 32:
-        # x74 = dGc * Gc
-        x74 = dGc * Gc
+        # x88 = dGc * Gc
+        x88 = dGc * Gc
     if needs & 9:
         # x7 = diagonal(-x6)
         x7 = (-x6).diagonal(dim1=-2, dim2=-1)
     if needs & 3:
         # x9 = diagonal(dAqk)
         x9 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 33:
+    if needs & 1:
         # x12 = gram_dx(x6, a; g, to, strict=True)
         x12 = _gram_dx(x6, a, g, False)
         # x13 = gram_dx(dAqk, k; g, to, strict=True)
         x13 = _gram_dx(dAqk, k, g, False)
-        # x16 = -(x12 + -x13)
-        x16 = -(x12 + (-x13))
-    if needs & 1:
-        # dq = ((((x7 * a) + (x9 * k)) + x16) + x18) * scale
-        dq = ((((x7[..., :, None] * a) + (x9[..., :, None] * k)) + x16) + x18) * scale
-    if needs & 34:
+        # dq = ((((x7 * a) + (x9 * k)) + -(x12 + -x13)) + x18) * scale
+        dq = ((((x7[..., :, None] * a) + (x9[..., :, None] * k)) + (-(x12 + (-x13)))) + x18) * scale
+    if needs & 2:
         # x26 = gram_dy(dAqk, x23; g, to, strict=True)
         x26 = _gram_dy(dAqk, x23, g, False)
         # x33 = gram_dy(dAbk, b; g, to, strict=True)
         x33 = _gram_dy(dAbk, b, g, False)
-        # x34 = x26 + x33
-        x34 = x26 + x33
-    if needs & 2:
-        # dk = (x22 + (x9 * x23)) + x34
-        dk = (x22 + (x9[..., :, None] * x23)) + x34
-    if needs & 40:
+        # dk = (x22 + (x9 * x23)) + (x26 + x33)
+        dk = (x22 + (x9[..., :, None] * x23)) + (x26 + x33)
+    if needs & 8:
         # x44 = gram_dy(x6, x23; g, to, strict=True)
         x44 = _gram_dy(x6, x23, g, False)
         # x46 = gram_dy(x45, b; g, to, strict=True)
         x46 = _gram_dy(x45, b, g, False)
-        # x47 = x44 + x46
-        x47 = x44 + x46
-    if needs & 8:
-        # da = ((x7 * x23) + -x41) + -x47
-        da = ((x7[..., :, None] * x23) + (-x41)) + (-x47)
-    if needs & 48:
+        # da = ((x7 * x23) + -x41) + -(x44 + x46)
+        da = ((x7[..., :, None] * x23) + (-x41)) + (-(x44 + x46))
+    if needs & 16:
         # x50 = gram_dx(x45, a; g, to, strict=True)
         x50 = _gram_dx(x45, a, g, False)
         # x51 = gram_dx(dAbk, k; g, to, strict=True)
         x51 = _gram_dx(dAbk, k, g, False)
-        # x54 = -(x50 + -x51)
-        x54 = -(x50 + (-x51))
-    if needs & 16:
-        # db = x49 + x54
-        db = x49 + x54
+        # db = x49 + -(x50 + -x51)
+        db = x49 + (-(x50 + (-x51)))
     if needs & 32:
-        # x65 = sum[from](((((b * (x54 + x49)) + (x23 * (x16 + x18))) + (a * x47)) + -(k * x34)))
-        x65 = _run(((((b * (x54 + x49)) + (x23 * (x16 + x18))) + (a * x47)) + (-(k * x34))), 'from')
-        # x70 = sum[before](((x22 * k) + -(x41 * a)))
-        x70 = _run(((x22 * k) + (-(x41 * a))), 'before')
-        # dg = (x65 + x70) + x74
-        dg = (x65 + x70) + x74[..., None, :]
+        # x55 = gram_gain(x6, x23, a; g, to, strict=True)
+        x55 = x23 * _gram_dx(x6, a, g, False)
+        # x56 = gram_gain(x45, b, a; g, to, strict=True)
+        x56 = b * _gram_dx(x45, a, g, False)
+        # x58 = gram_loss(dAqk, x23, k; g, to, strict=True)
+        x58 = k * _gram_dy(dAqk, x23, g, False)
+        # x60 = gram_loss(dAbk, b, k; g, to, strict=True)
+        x60 = k * _gram_dy(dAbk, b, g, False)
+        # x62 = gram_gain(dAqk, x23, k; g, to, strict=True)
+        x62 = x23 * _gram_dx(dAqk, k, g, False)
+        # x65 = gram_gain(dAbk, b, k; g, to, strict=True)
+        x65 = b * _gram_dx(dAbk, k, g, False)
+        # x68 = gram_loss(x6, x23, a; g, to, strict=True)
+        x68 = a * _gram_dy(x6, x23, g, False)
+        # x71 = gram_loss(x45, b, a; g, to, strict=True)
+        x71 = a * _gram_dy(x45, b, g, False)
+        # x79 = sum[from]((-(((((((x55 + x56) + x58) + x60) + -x62) + -x65) + -x68) + -x71) + ((x49 * b) + (x18 * x23))))
+        x79 = _run(((-(((((((x55 + x56) + x58) + x60) + (-x62)) + (-x65)) + (-x68)) + (-x71))) + ((x49 * b) + (x18 * x23))), 'from')
+        # x84 = sum[before](((x22 * k) + -(x41 * a)))
+        x84 = _run(((x22 * k) + (-(x41 * a))), 'before')
+        # dg = (x79 + x84) + x88
+        dg = (x79 + x84) + x88[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

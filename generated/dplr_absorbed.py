@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 565de058:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 6271a290:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_565de058"
+_NAME = "dplr_absorbed_6271a290"
 
 
 #: What kernels are not compiled anew for.
@@ -901,10 +901,10 @@ def _backward_prepare(
         # KT = k * x23
         KT = k * x23
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x66 = sum[all](g)
-        x66 = tl.sum(g, 0)
-        # Gc = exp(x66)
-        Gc = tl.exp(x66)
+        # x72 = sum[all](g)
+        x72 = tl.sum(g, 0)
+        # Gc = exp(x72)
+        Gc = tl.exp(x72)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # x18 = sum[to](g)
         x18 = _sums(_keep_to(row), g, GATE_PARTS)
@@ -1016,14 +1016,14 @@ def _backward_scan(
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x80 = KT^T @ v
-        x80 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x95 = KT^T @ v
+        x95 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x82 = AT^T @ x5
-        x82 = _dot_fine(tl.trans(AT), x5, DOT, PRECISION, False, True)
+        # x97 = AT^T @ x5
+        x97 = _dot_fine(tl.trans(AT), x5, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x80) + -x82
-        S_next = ((S * Gc[:, None]) + x80) + (-x82)
+        # S_next = ((S * Gc) + x95) + -x97
+        S_next = ((S * Gc[:, None]) + x95) + (-x97)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1113,15 +1113,15 @@ def _backward_reverse(
         x33 = (-x29) + x32
         _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x85 = W^T @ x33
-        x85 = _dot_fine(tl.trans(W), x33, DOT, PRECISION, False, True)
+        # x100 = W^T @ x33
+        x100 = _dot_fine(tl.trans(W), x33, DOT, PRECISION, False, True)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x87 = QL^T @ do
-        x87 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x102 = QL^T @ do
+        x102 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x85) + x87
-        dS_prev = ((dS * Gc[:, None]) + x85) + x87
+        # dS_prev = ((dS * Gc) + x100) + x102
+        dS_prev = ((dS * Gc[:, None]) + x100) + x102
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -1159,7 +1159,7 @@ def _backward_finish(
     x43_out,
     x47_out,
     x51_out,
-    x67_out,
+    x73_out,
     places_ptr,
     scale,
     T,
@@ -1254,10 +1254,10 @@ def _backward_finish(
         x47 += _dot_fine(x34, tl.trans(x5), DOT, PRECISION, FINE, FINE)
         # dBL = x34 @ S^T
         dBL += _dot_fine(x34, tl.trans(S), DOT, PRECISION, FINE, False)
-        # x65 = dS * S
-        x65 = dS.to(tl.float32) * S.to(tl.float32)
-        # dGc = sum_V(x65)
-        dGc += tl.sum(x65, 1)
+        # x71 = dS * S
+        x71 = dS.to(tl.float32) * S.to(tl.float32)
+        # dGc = sum_V(x71)
+        dGc += tl.sum(x71, 1)
     _store_rows(x6_out + tile * C * C, x6, row, row, C, C, C, True)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
@@ -1284,9 +1284,9 @@ def _backward_finish(
     x51 = dBL * tl.exp(x2)
     _store_rows(x51_out + tile * C * K, x51, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x67 = dGc * Gc
-    x67 = dGc * Gc
-    tl.store(x67_out + tile * K + col_k, x67, mask=col_k < K)
+    # x73 = dGc * Gc
+    x73 = dGc * Gc
+    tl.store(x73_out + tile * K + col_k, x73, mask=col_k < K)
 
 
 @_jit
@@ -1319,7 +1319,7 @@ def _backward_finish_1(
     x43_ptr,
     x47_ptr,
     x51_ptr,
-    x67_ptr,
+    x73_ptr,
     dq_out,
     dk_out,
     da_out,
@@ -1382,19 +1382,29 @@ def _backward_finish_1(
         a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        x15 = tl.zeros([C, BK, ], tl.float32)
+        x16 = tl.zeros([C, BK, ], tl.float32)
         d = _load_rows(d_ptr + (batch * d_stride_b + start * d_stride_t + head * d_stride_h) * UNIT_K, row, col_k, d_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x36 = tl.zeros([C, BK, ], tl.float32)
-        x49 = tl.zeros([C, BK, ], tl.float32)
+        x50 = tl.zeros([C, BK, ], tl.float32)
         x56 = tl.zeros([C, BK, ], tl.float32)
-        # x15 = gram_dx(x6, a; g, to, strict=True)
-        # x15 -= gram_dx(dAqk, k; g, to, strict=True)
-        # x56 -= gram_dx(x47, a; g, before, strict=True)
-        # x56 = gram_dx(dAbk, k; g, before, strict=True)
+        x62 = tl.zeros([C, BK, ], tl.float32)
+        x88 = tl.zeros([C, BK, ], tl.float32)
+        # x16 -= gram_dx(x6, a; g, to, strict=True)
+        # x16 += gram_dx(dAqk, k; g, to, strict=True)
         # x36 = gram_dy(dAqk, x25; g, to, strict=True)
-        # x36 = gram_dy(dAbk, d; g, before, strict=True)
-        # x49 = gram_dy(x6, x25; g, to, strict=True)
-        # x49 = gram_dy(x47, d; g, before, strict=True)
+        # x36 += gram_dy(dAbk, d; g, before, strict=True)
+        # x50 -= gram_dy(x6, x25; g, to, strict=True)
+        # x50 -= gram_dy(x47, d; g, before, strict=True)
+        # x56 -= gram_dx(x47, a; g, before, strict=True)
+        # x56 += gram_dx(dAbk, k; g, before, strict=True)
+        # x62 -= gram_gain(x47, d, a; g, before, strict=True)
+        # x62 += gram_gain(dAbk, d, k; g, before, strict=True)
+        # x88 = gram_gain(x6, x25, a; g, to, strict=True)
+        # x88 += gram_loss(dAqk, x25, k; g, to, strict=True)
+        # x88 += gram_loss(dAbk, d, k; g, before, strict=True)
+        # x88 -= gram_gain(dAqk, x25, k; g, to, strict=True)
+        # x88 -= gram_loss(x6, x25, a; g, to, strict=True)
+        # x88 -= gram_loss(x47, d, a; g, before, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(a, C, BK)
         operand_1_16 = _blocks(k, C, BK)
@@ -1408,10 +1418,12 @@ def _backward_finish_1(
         cotangent_2_16 = _diagonal_blocks(cotangent_2, C)
         cotangent_3, cotangent_3_unit = _in_range(x47, TREE != DOT)
         cotangent_3_16 = _diagonal_blocks(cotangent_3, C)
-        x15_16 = _block_zeros(C, BK)
-        x56_16 = _block_zeros(C, BK)
+        x16_16 = _block_zeros(C, BK)
         x36_16 = _block_zeros(C, BK)
-        x49_16 = _block_zeros(C, BK)
+        x50_16 = _block_zeros(C, BK)
+        x56_16 = _block_zeros(C, BK)
+        x62_16 = _block_zeros(C, BK)
+        x88_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
@@ -1425,14 +1437,30 @@ def _backward_finish_1(
             cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(TREE)
             cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(TREE)
             cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(TREE)
-            x15_16 += decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
-            x15_16 -= decay_16 * (cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION))
-            x56_16 -= decay_before_16 * (cotangent_3_unit * _dot(cotangent_3_edge_16, right_0_16, TREE, PRECISION))
-            x56_16 += decay_before_16 * (cotangent_2_unit * _dot(cotangent_2_edge_16, right_1_16, TREE, PRECISION))
-            x36_16 += decay_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-            x36_16 += decay_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
-            x49_16 += decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-            x49_16 += decay_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+            made_0_16 = cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION)
+            x16_16 -= decay_16 * made_0_16
+            x88_16 += left_2_16.to(tl.float32) * made_0_16
+            made_1_16 = cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION)
+            x16_16 += decay_16 * made_1_16
+            x88_16 -= left_2_16.to(tl.float32) * made_1_16
+            made_2_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+            x36_16 += decay_16 * made_2_16
+            x88_16 += right_1_16.to(tl.float32) * made_2_16
+            made_3_16 = cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+            x36_16 += decay_16 * made_3_16
+            x88_16 += right_1_16.to(tl.float32) * made_3_16
+            made_4_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+            x50_16 -= decay_16 * made_4_16
+            x88_16 -= right_0_16.to(tl.float32) * made_4_16
+            made_5_16 = cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+            x50_16 -= decay_16 * made_5_16
+            x88_16 -= right_0_16.to(tl.float32) * made_5_16
+            made_6_16 = cotangent_3_unit * _dot(cotangent_3_edge_16, right_0_16, TREE, PRECISION)
+            x56_16 -= decay_before_16 * made_6_16
+            x62_16 -= left_3_16.to(tl.float32) * made_6_16
+            made_7_16 = cotangent_2_unit * _dot(cotangent_2_edge_16, right_1_16, TREE, PRECISION)
+            x56_16 += decay_before_16 * made_7_16
+            x62_16 += left_3_16.to(tl.float32) * made_7_16
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1444,18 +1472,36 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
         left_2_16 = (operand_2_16 * decay_left_16).to(TREE)
         left_3_16 = (operand_3_16 * decay_before_left_16).to(TREE)
-        x15_16 += decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
-        x15_16 -= decay_left_16 * (cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION))
-        x56_16 -= decay_before_left_16 * (cotangent_3_unit * _dot(cotangent_3_16, right_0_16, TREE, PRECISION))
-        x56_16 += decay_before_left_16 * (cotangent_2_unit * _dot(cotangent_2_16, right_1_16, TREE, PRECISION))
-        x36_16 += decay_right_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-        x36_16 += decay_right_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
-        x49_16 += decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-        x49_16 += decay_right_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
-        x15 += tl.reshape(x15_16, [C, BK])
-        x56 += tl.reshape(x56_16, [C, BK])
+        made_0_16 = cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION)
+        x16_16 -= decay_left_16 * made_0_16
+        x88_16 += left_2_16.to(tl.float32) * made_0_16
+        made_1_16 = cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION)
+        x16_16 += decay_left_16 * made_1_16
+        x88_16 -= left_2_16.to(tl.float32) * made_1_16
+        made_2_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+        x36_16 += decay_right_16 * made_2_16
+        x88_16 += right_1_16.to(tl.float32) * made_2_16
+        made_3_16 = cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+        x36_16 += decay_right_16 * made_3_16
+        x88_16 += right_1_16.to(tl.float32) * made_3_16
+        made_4_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+        x50_16 -= decay_right_16 * made_4_16
+        x88_16 -= right_0_16.to(tl.float32) * made_4_16
+        made_5_16 = cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+        x50_16 -= decay_right_16 * made_5_16
+        x88_16 -= right_0_16.to(tl.float32) * made_5_16
+        made_6_16 = cotangent_3_unit * _dot(cotangent_3_16, right_0_16, TREE, PRECISION)
+        x56_16 -= decay_before_left_16 * made_6_16
+        x62_16 -= left_3_16.to(tl.float32) * made_6_16
+        made_7_16 = cotangent_2_unit * _dot(cotangent_2_16, right_1_16, TREE, PRECISION)
+        x56_16 += decay_before_left_16 * made_7_16
+        x62_16 += left_3_16.to(tl.float32) * made_7_16
+        x16 += tl.reshape(x16_16, [C, BK])
         x36 += tl.reshape(x36_16, [C, BK])
-        x49 += tl.reshape(x49_16, [C, BK])
+        x50 += tl.reshape(x50_16, [C, BK])
+        x56 += tl.reshape(x56_16, [C, BK])
+        x62 += tl.reshape(x62_16, [C, BK])
+        x88 += tl.reshape(x88_16, [C, BK])
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
@@ -1468,14 +1514,30 @@ def _backward_finish_1(
             cotangent_1_edge = tl.where(edge, cotangent_1, 0.0).to(TREE)
             cotangent_2_edge = tl.where(edge, cotangent_2, 0.0).to(TREE)
             cotangent_3_edge = tl.where(edge, cotangent_3, 0.0).to(TREE)
-            x15 += decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
-            x15 -= decay * (cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION))
-            x56 -= decay_before * (cotangent_3_unit * _dot(cotangent_3_edge, right_0, TREE, PRECISION))
-            x56 += decay_before * (cotangent_2_unit * _dot(cotangent_2_edge, right_1, TREE, PRECISION))
-            x36 += decay * (cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION))
-            x36 += decay * (cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION))
-            x49 += decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION))
-            x49 += decay * (cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION)
+            x16 -= decay * made_0
+            x88 += left_2.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION)
+            x16 += decay * made_1
+            x88 -= left_2.to(tl.float32) * made_1
+            made_2 = cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION)
+            x36 += decay * made_2
+            x88 += right_1.to(tl.float32) * made_2
+            made_3 = cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION)
+            x36 += decay * made_3
+            x88 += right_1.to(tl.float32) * made_3
+            made_4 = cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION)
+            x50 -= decay * made_4
+            x88 -= right_0.to(tl.float32) * made_4
+            made_5 = cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION)
+            x50 -= decay * made_5
+            x88 -= right_0.to(tl.float32) * made_5
+            made_6 = cotangent_3_unit * _dot(cotangent_3_edge, right_0, TREE, PRECISION)
+            x56 -= decay_before * made_6
+            x62 -= left_3.to(tl.float32) * made_6
+            made_7 = cotangent_2_unit * _dot(cotangent_2_edge, right_1, TREE, PRECISION)
+            x56 += decay_before * made_7
+            x62 += left_3.to(tl.float32) * made_7
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1487,17 +1549,33 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(TREE)
             left_2 = (x25 * decay_left).to(TREE)
             left_3 = (d * decay_before_left).to(TREE)
-            x15 += decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
-            x15 -= decay_left * (cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION))
-            x56 -= decay_before_left * (cotangent_3_unit * _dot(cotangent_3, right_0, TREE, PRECISION))
-            x56 += decay_before_left * (cotangent_2_unit * _dot(cotangent_2, right_1, TREE, PRECISION))
-            x36 += decay_right * (cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION))
-            x36 += decay_right * (cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION))
-            x49 += decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION))
-            x49 += decay_right * (cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION)
+            x16 -= decay_left * made_0
+            x88 += left_2.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION)
+            x16 += decay_left * made_1
+            x88 -= left_2.to(tl.float32) * made_1
+            made_2 = cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION)
+            x36 += decay_right * made_2
+            x88 += right_1.to(tl.float32) * made_2
+            made_3 = cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION)
+            x36 += decay_right * made_3
+            x88 += right_1.to(tl.float32) * made_3
+            made_4 = cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION)
+            x50 -= decay_right * made_4
+            x88 -= right_0.to(tl.float32) * made_4
+            made_5 = cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION)
+            x50 -= decay_right * made_5
+            x88 -= right_0.to(tl.float32) * made_5
+            made_6 = cotangent_3_unit * _dot(cotangent_3, right_0, TREE, PRECISION)
+            x56 -= decay_before_left * made_6
+            x62 -= left_3.to(tl.float32) * made_6
+            made_7 = cotangent_2_unit * _dot(cotangent_2, right_1, TREE, PRECISION)
+            x56 += decay_before_left * made_7
+            x62 += left_3.to(tl.float32) * made_7
         x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((((x7 * a) + (x9 * k)) + -x15) + x20) * scale
-        dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + (-x15)) + x20) * scale
+        # dq = ((((x7 * a) + (x9 * k)) + x16) + x20) * scale
+        dq = ((((x7[:, None] * a) + (x9[:, None] * k)) + x16) + x20) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, rows, K, K % BK == 0)
         x24 = _load_rows(x24_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1506,8 +1584,8 @@ def _backward_finish_1(
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
         x43 = _load_rows(x43_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # da = ((x7 * x25) + -x43) + -x49
-        da = ((x7[:, None] * x25) + (-x43)) + (-x49)
+        # da = ((x7 * x25) + -x43) + x50
+        da = ((x7[:, None] * x25) + (-x43)) + x50
         if NEED & 8:
             _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, rows, K, K % BK == 0)
         x51 = _load_rows(x51_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1515,15 +1593,15 @@ def _backward_finish_1(
         dd = x51 + x56
         if NEED & 16:
             _store_rows(dd_out + ((batch * T + start) * HV + head_v) * K, dd, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x58 = sum[after]((d * dd))
-        x58 = _running_after((d * dd), row, EXACT)
-        # x63 = sum[before](((x24 * k) + -(x43 * a)))
-        x63 = _running_before(((x24 * k) + (-(x43 * a))), row, EXACT)
-        # x77 = sum[from]((((x25 * (x15 + -x20)) + (k * x36)) + -(a * x49)))
-        x77 = _running_from((((x25 * (x15 + (-x20))) + (k * x36)) + (-(a * x49))), row, EXACT)
-        x67 = tl.load(x67_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = ((x58 + x63) + x67) + -x77
-        dg = ((x58 + x63) + x67[None, :]) + (-x77)
+        # x64 = sum[after](((x51 * d) + x62))
+        x64 = _running_after(((x51 * d) + x62), row, EXACT)
+        # x69 = sum[before](((x24 * k) + -(x43 * a)))
+        x69 = _running_before(((x24 * k) + (-(x43 * a))), row, EXACT)
+        # x92 = sum[from]((x88 + -(x20 * x25)))
+        x92 = _running_from((x88 + (-(x20 * x25))), row, EXACT)
+        x73 = tl.load(x73_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = ((x64 + x69) + x73) + -x92
+        dg = ((x64 + x69) + x73[None, :]) + (-x92)
         if NEED & 32:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, rows, K, K % BK == 0)
 
@@ -2031,7 +2109,7 @@ def _backward_triton(
             x43 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x47 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x51 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x67 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x73 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -2056,7 +2134,7 @@ def _backward_triton(
                 x43,
                 x47,
                 x51,
-                x67,
+                x73,
                 chunks if packed else none,
                 scale,
                 T,
@@ -2086,7 +2164,7 @@ def _backward_triton(
                 x43,
                 x47,
                 x51,
-                x67,
+                x73,
                 dq,
                 dk,
                 da,
@@ -2462,10 +2540,10 @@ def _backward_rows(
     if needs & 61:
         # KT = k * x23
         KT = k * x23
-    # x66 = sum[all](g)
-    x66 = g.sum(-2)
-    # Gc = exp(x66)
-    Gc = torch.exp(x66)
+    # x72 = sum[all](g)
+    x72 = g.sum(-2)
+    # Gc = exp(x72)
+    Gc = torch.exp(x72)
     if needs & 126:
         # x25 = scale * q
         x25 = scale * q
@@ -2502,12 +2580,12 @@ def _backward_rows(
             x4 = W_here @ S
             # x5 = U + x4
             x5 = U_here + x4
-            # x80 = KT^T @ v
-            x80 = KT_here.mT @ v_here
-            # x82 = AT^T @ x5
-            x82 = AT_here.mT @ x5
-            # S_next = ((S * Gc) + x80) + -x82
-            S_next = ((S * Gc_here[..., :, None]) + x80) + (-x82)
+            # x95 = KT^T @ v
+            x95 = KT_here.mT @ v_here
+            # x97 = AT^T @ x5
+            x97 = AT_here.mT @ x5
+            # S_next = ((S * Gc) + x95) + -x97
+            S_next = ((S * Gc_here[..., :, None]) + x95) + (-x97)
             x5_all.append(x5)
             S = S_next
         end_S = S
@@ -2529,12 +2607,12 @@ def _backward_rows(
             x29 = AT_here @ dS
             # x33 = -x29 + x32
             x33 = (-x29) + x32_here
-            # x85 = W^T @ x33
-            x85 = W_here.mT @ x33
-            # x87 = QL^T @ do
-            x87 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x85) + x87
-            dS_prev = ((dS * Gc_here[..., :, None]) + x85) + x87
+            # x100 = W^T @ x33
+            x100 = W_here.mT @ x33
+            # x102 = QL^T @ do
+            x102 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x100) + x102
+            dS_prev = ((dS * Gc_here[..., :, None]) + x100) + x102
             x33_all.append(x33)
             dS = dS_prev
         end_dS = dS
@@ -2580,10 +2658,10 @@ def _backward_rows(
         # dBL = x34 @ S^T
         dBL = x34 @ S.mT
     if needs & 32:
-        # x65 = dS * S
-        x65 = dS * S
-        # dGc = sum_V(x65)
-        dGc = x65.sum(-1)
+        # x71 = dS * S
+        x71 = dS * S
+        # dGc = sum_V(x71)
+        dGc = x71.sum(-1)
     if needs & 33:
         # x20 = dQL * x19
         x20 = dQL * x19
@@ -2597,45 +2675,36 @@ def _backward_rows(
         # x51 = dBL * x3
         x51 = dBL * x3
     if needs & 32:
-        # x67 = dGc * Gc
-        x67 = dGc * Gc
+        # x73 = dGc * Gc
+        x73 = dGc * Gc
     if needs & 9:
         # x7 = diagonal(-x6)
         x7 = (-x6).diagonal(dim1=-2, dim2=-1)
     if needs & 3:
         # x9 = diagonal(dAqk)
         x9 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 33:
+    if needs & 1:
         # x12 = gram_dx(x6, a; g, to, strict=True)
         x12 = _gram_dx(x6, a, g, False)
         # x13 = gram_dx(dAqk, k; g, to, strict=True)
         x13 = _gram_dx(dAqk, k, g, False)
-        # x15 = x12 + -x13
-        x15 = x12 + (-x13)
-    if needs & 1:
-        # dq = ((((x7 * a) + (x9 * k)) + -x15) + x20) * scale
-        dq = ((((x7[..., :, None] * a) + (x9[..., :, None] * k)) + (-x15)) + x20) * scale
-    if needs & 34:
+        # dq = ((((x7 * a) + (x9 * k)) + -(x12 + -x13)) + x20) * scale
+        dq = ((((x7[..., :, None] * a) + (x9[..., :, None] * k)) + (-(x12 + (-x13)))) + x20) * scale
+    if needs & 2:
         # x28 = gram_dy(dAqk, x25; g, to, strict=True)
         x28 = _gram_dy(dAqk, x25, g, False)
         # x35 = gram_dy(dAbk, d; g, before, strict=True)
         x35 = _gram_dy(dAbk, d, g, True)
-        # x36 = x28 + x35
-        x36 = x28 + x35
-    if needs & 2:
-        # dk = (x24 + (x9 * x25)) + x36
-        dk = (x24 + (x9[..., :, None] * x25)) + x36
-    if needs & 40:
+        # dk = (x24 + (x9 * x25)) + (x28 + x35)
+        dk = (x24 + (x9[..., :, None] * x25)) + (x28 + x35)
+    if needs & 8:
         # x46 = gram_dy(x6, x25; g, to, strict=True)
         x46 = _gram_dy(x6, x25, g, False)
         # x48 = gram_dy(x47, d; g, before, strict=True)
         x48 = _gram_dy(x47, d, g, True)
-        # x49 = x46 + x48
-        x49 = x46 + x48
-    if needs & 8:
-        # da = ((x7 * x25) + -x43) + -x49
-        da = ((x7[..., :, None] * x25) + (-x43)) + (-x49)
-    if needs & 48:
+        # da = ((x7 * x25) + -x43) + -(x46 + x48)
+        da = ((x7[..., :, None] * x25) + (-x43)) + (-(x46 + x48))
+    if needs & 16:
         # x52 = gram_dx(x47, a; g, before, strict=True)
         x52 = _gram_dx(x47, a, g, True)
         # x53 = gram_dx(dAbk, k; g, before, strict=True)
@@ -2643,14 +2712,30 @@ def _backward_rows(
         # dd = x51 + -(x52 + -x53)
         dd = x51 + (-(x52 + (-x53)))
     if needs & 32:
-        # x58 = sum[after]((d * dd))
-        x58 = _run((d * dd), 'after')
-        # x63 = sum[before](((x24 * k) + -(x43 * a)))
-        x63 = _run(((x24 * k) + (-(x43 * a))), 'before')
-        # x77 = sum[from]((((x25 * (x15 + -x20)) + (k * x36)) + -(a * x49)))
-        x77 = _run((((x25 * (x15 + (-x20))) + (k * x36)) + (-(a * x49))), 'from')
-        # dg = ((x58 + x63) + x67) + -x77
-        dg = ((x58 + x63) + x67[..., None, :]) + (-x77)
+        # x58 = gram_gain(x47, d, a; g, before, strict=True)
+        x58 = d * _gram_dx(x47, a, g, True)
+        # x59 = gram_gain(dAbk, d, k; g, before, strict=True)
+        x59 = d * _gram_dx(dAbk, k, g, True)
+        # x64 = sum[after](((x51 * d) + -(x58 + -x59)))
+        x64 = _run(((x51 * d) + (-(x58 + (-x59)))), 'after')
+        # x69 = sum[before](((x24 * k) + -(x43 * a)))
+        x69 = _run(((x24 * k) + (-(x43 * a))), 'before')
+        # x75 = gram_gain(x6, x25, a; g, to, strict=True)
+        x75 = x25 * _gram_dx(x6, a, g, False)
+        # x76 = gram_loss(dAqk, x25, k; g, to, strict=True)
+        x76 = k * _gram_dy(dAqk, x25, g, False)
+        # x78 = gram_loss(dAbk, d, k; g, before, strict=True)
+        x78 = k * _gram_dy(dAbk, d, g, True)
+        # x80 = gram_gain(dAqk, x25, k; g, to, strict=True)
+        x80 = x25 * _gram_dx(dAqk, k, g, False)
+        # x83 = gram_loss(x6, x25, a; g, to, strict=True)
+        x83 = a * _gram_dy(x6, x25, g, False)
+        # x86 = gram_loss(x47, d, a; g, before, strict=True)
+        x86 = a * _gram_dy(x47, d, g, True)
+        # x92 = sum[from](((((((x75 + x76) + x78) + -x80) + -x83) + -x86) + -(x20 * x25)))
+        x92 = _run(((((((x75 + x76) + x78) + (-x80)) + (-x83)) + (-x86)) + (-(x20 * x25))), 'from')
+        # dg = ((x64 + x69) + x73) + -x92
+        dg = ((x64 + x69) + x73[..., None, :]) + (-x92)
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 90ea0665:
+# Gated DeltaNet, program e25b8607:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn", "gdn_step"]
 
-_NAME = "gdn_90ea0665"
+_NAME = "gdn_e25b8607"
 
 
 #: What kernels are not compiled anew for.
@@ -684,10 +684,10 @@ def _backward_prepare(
     x17 = _sums_of_numbers(_keep_after(row), g)
     # x18 = exp(x17)
     x18 = tl.exp(x17)
-    # x59 = sum[all](g)
-    x59 = tl.sum(g, 0)
-    # Gc = exp(x59)
-    Gc = tl.exp(x59)
+    # x62 = sum[all](g)
+    x62 = tl.sum(g, 0)
+    # Gc = exp(x62)
+    Gc = tl.exp(x62)
     tl.store(Gc_out + tile, Gc)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -796,11 +796,11 @@ def _backward_scan(
         Vnew = x6.to(tl.float32) + (-x9)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x70 = KT^T @ Vnew
-        x70 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
+        # x73 = KT^T @ Vnew
+        x73 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x70 + (S * Gc)
-        S_next = x70 + (S * Gc)
+        # S_next = x73 + (S * Gc)
+        S_next = x73 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -891,14 +891,14 @@ def _backward_reverse(
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x73 = QL^T @ do
-        x73 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x76 = QL^T @ do
+        x76 = _dot(tl.trans(QL), do, DOT, PRECISION)
         x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x75 = x8^T @ dVnew
-        x75 = _dot_fine(tl.trans(x8), dVnew, DOT, PRECISION, False, True)
+        # x78 = x8^T @ dVnew
+        x78 = _dot_fine(tl.trans(x8), dVnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x73) + -x75
-        dS_prev = ((dS * Gc) + x73) + (-x75)
+        # dS_prev = ((dS * Gc) + x76) + -x78
+        dS_prev = ((dS * Gc) + x76) + (-x78)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -933,8 +933,8 @@ def _backward_finish(
     x23_out,
     x27_out,
     dv_out,
-    x58_out,
-    x67_out,
+    x61_out,
+    x70_out,
     places_ptr,
     scale,
     T,
@@ -984,8 +984,8 @@ def _backward_finish(
     x23 = tl.zeros([C, BK, ], tl.float32)
     x26 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
-    x58 = tl.zeros([BK, ], tl.float32)
-    x67 = tl.zeros([C, ], tl.float32)
+    x61 = tl.zeros([BK, ], tl.float32)
+    x70 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -1010,21 +1010,21 @@ def _backward_finish(
         dv = x22 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
-        # x57 = dS * S
-        x57 = dS.to(tl.float32) * S.to(tl.float32)
-        # x58 = sum_V(x57)
-        x58 += tl.sum(x57, 1)
+        # x60 = dS * S
+        x60 = dS.to(tl.float32) * S.to(tl.float32)
+        # x61 = sum_V(x60)
+        x61 += tl.sum(x60, 1)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x66 = x22 * v
-        x66 = x22 * v
-        # x67 = sum_V(x66)
-        x67 += tl.sum(x66, 1)
+        # x69 = x22 * v
+        x69 = x22 * v
+        # x70 = sum_V(x69)
+        x70 += tl.sum(x69, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
     _store_rows(x23_out + tile * C * K, x23, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x58_out + tile * K + col_k, x58, mask=col_k < K)
-    tl.store(x67_out + tile * C + row, x67, mask=row < C)
+    tl.store(x61_out + tile * K + col_k, x61, mask=col_k < K)
+    tl.store(x70_out + tile * C + row, x70, mask=row < C)
     g = tl.load(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h + row * g_stride_t, mask=in_c, other=0.0).to(tl.float32)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
@@ -1056,9 +1056,9 @@ def _backward_finish_1(
     q_stride_b,
     q_stride_t,
     q_stride_h,
-    x58_ptr,
+    x61_ptr,
     Gc_ptr,
-    x67_ptr,
+    x70_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -1122,10 +1122,10 @@ def _backward_finish_1(
     x27 = _load_rows(x27_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     x45 = tl.zeros([C, ], tl.float32)
-    x53 = tl.zeros([C, ], tl.float32)
+    x56 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
-    x63 = tl.zeros([C, ], tl.float32)
-    x69 = tl.zeros([C, ], tl.float32)
+    x66 = tl.zeros([C, ], tl.float32)
+    x72 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -1160,27 +1160,27 @@ def _backward_finish_1(
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
         # x45 = sum_K(((dQL * x33) + -(x23 * x37)))
         x45 += tl.sum(((dQL * x33) + (-(x23 * x37))), 1)
-        # x53 = sum_K((((x37 * x28) + (k * x40)) + -(x33 * x12)))
-        x53 += tl.sum((((x37 * x28) + (k * x40)) + (-(x33 * x12))), 1)
-        x58 = tl.load(x58_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x58)
-        dGc += tl.sum(x58, 0)
-        # x63 = sum_K((dKT * k))
-        x63 += tl.sum((dKT * k), 1)
-        # x69 = sum_K((x30 * k))
-        x69 += tl.sum((x30 * k), 1)
-    # x56 = sum[from](((x45 * x2) + -x53))
-    x56 = _sums_of_numbers(_keep_from(row), ((x45 * x2) + (-x53)))
-    # x65 = sum[before]((x63 * x18))
-    x65 = _sums_of_numbers(_keep_before(row), (x63 * x18))
+        # x56 = sum_K((((taken(x37) * x28) + (taken(k) * x40)) + -(taken(x33) * x12)))
+        x56 += tl.sum((((x37.to(DOT).to(tl.float32) * x28) + (k.to(DOT).to(tl.float32) * x40)) + (-(x33.to(DOT).to(tl.float32) * x12))), 1)
+        x61 = tl.load(x61_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x61)
+        dGc += tl.sum(x61, 0)
+        # x66 = sum_K((dKT * k))
+        x66 += tl.sum((dKT * k), 1)
+        # x72 = sum_K((x30 * k))
+        x72 += tl.sum((x30 * k), 1)
+    # x59 = sum[from](((x45 * x2) + -x56))
+    x59 = _sums_of_numbers(_keep_from(row), ((x45 * x2) + (-x56)))
+    # x68 = sum[before]((x66 * x18))
+    x68 = _sums_of_numbers(_keep_before(row), (x66 * x18))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x56 + (dGc * Gc)) + x65
-    dg = (x56 + (dGc * Gc)) + x65
+    # dg = (x59 + (dGc * Gc)) + x68
+    dg = (x59 + (dGc * Gc)) + x68
     if NEED & 8:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    x67 = tl.load(x67_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x67 + x69
-    dbeta = x67 + x69
+    x70 = tl.load(x70_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x70 + x72
+    dbeta = x70 + x72
     if NEED & 16:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -1638,8 +1638,8 @@ def _backward_triton(
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x23 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x27 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
-            x58 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x67 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x61 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x70 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1658,8 +1658,8 @@ def _backward_triton(
                 x23,
                 x27,
                 dv,
-                x58,
-                x67,
+                x61,
+                x70,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1685,9 +1685,9 @@ def _backward_triton(
                 x27,
                 *_strided(beta),
                 *_strided(q),
-                x58,
+                x61,
                 Gc,
-                x67,
+                x70,
                 dq,
                 dk,
                 dg,
@@ -2040,10 +2040,10 @@ def _backward_rows(
     x17 = _run(g[..., None], 'after')[..., 0]
     # x18 = exp(x17)
     x18 = torch.exp(x17)
-    # x59 = sum[all](g)
-    x59 = g.sum(-1)
-    # Gc = exp(x59)
-    Gc = torch.exp(x59)
+    # x62 = sum[all](g)
+    x62 = g.sum(-1)
+    # Gc = exp(x62)
+    Gc = torch.exp(x62)
     # x8 = x5 @ (k * x2)
     x8 = x5 @ (k * x2[..., :, None])
     # KT = k * x18
@@ -2073,10 +2073,10 @@ def _backward_rows(
             x9 = x8_here @ S
             # Vnew = x6 + -x9
             Vnew = x6_here + (-x9)
-            # x70 = KT^T @ Vnew
-            x70 = KT_here.mT @ Vnew
-            # S_next = x70 + (S * Gc)
-            S_next = x70 + (S * Gc_here[..., None, None])
+            # x73 = KT^T @ Vnew
+            x73 = KT_here.mT @ Vnew
+            # S_next = x73 + (S * Gc)
+            S_next = x73 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -2098,12 +2098,12 @@ def _backward_rows(
             x20 = KT_here @ dS
             # dVnew = x20 + x21
             dVnew = x20 + x21_here
-            # x73 = QL^T @ do
-            x73 = QL_here.mT @ do_here
-            # x75 = x8^T @ dVnew
-            x75 = x8_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x73) + -x75
-            dS_prev = ((dS * Gc_here[..., None, None]) + x73) + (-x75)
+            # x76 = QL^T @ do
+            x76 = QL_here.mT @ do_here
+            # x78 = x8^T @ dVnew
+            x78 = x8_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x76) + -x78
+            dS_prev = ((dS * Gc_here[..., None, None]) + x76) + (-x78)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -2130,15 +2130,15 @@ def _backward_rows(
         # dv = x22 * beta
         dv = x22 * beta[..., :, None]
     if needs & 8:
-        # x57 = dS * S
-        x57 = dS * S
-        # x58 = sum_V(x57)
-        x58 = x57.sum(-1)
+        # x60 = dS * S
+        x60 = dS * S
+        # x61 = sum_V(x60)
+        x61 = x60.sum(-1)
     if needs & 16:
-        # x66 = x22 * v
-        x66 = x22 * v
-        # x67 = sum_V(x66)
-        x67 = x66.sum(-1)
+        # x69 = x22 * v
+        x69 = x22 * v
+        # x70 = sum_V(x69)
+        x70 = x69.sum(-1)
     if needs & 27:
         # x4 = pair(g, to, strict=True)
         x4 = _pairs_of(g, False, True)
@@ -2178,25 +2178,25 @@ def _backward_rows(
     if needs & 8:
         # x45 = sum_K(((dQL * x33) + -(x23 * x37)))
         x45 = ((dQL * x33) + (-(x23 * x37))).sum(-1)
-        # x53 = sum_K((((x37 * x28) + (k * x40)) + -(x33 * x12)))
-        x53 = (((x37 * x28) + (k * x40)) + (-(x33 * x12))).sum(-1)
-        # dGc = sum_K(x58)
-        dGc = x58.sum(-1)
-        # x63 = sum_K((dKT * k))
-        x63 = (dKT * k).sum(-1)
+        # x56 = sum_K((((taken(x37) * x28) + (taken(k) * x40)) + -(taken(x33) * x12)))
+        x56 = (((x37 * x28) + (k * x40)) + (-(x33 * x12))).sum(-1)
+        # dGc = sum_K(x61)
+        dGc = x61.sum(-1)
+        # x66 = sum_K((dKT * k))
+        x66 = (dKT * k).sum(-1)
     if needs & 16:
-        # x69 = sum_K((x30 * k))
-        x69 = (x30 * k).sum(-1)
+        # x72 = sum_K((x30 * k))
+        x72 = (x30 * k).sum(-1)
     if needs & 8:
-        # x56 = sum[from](((x45 * x2) + -x53))
-        x56 = _run(((x45 * x2) + (-x53))[..., None], 'from')[..., 0]
-        # x65 = sum[before]((x63 * x18))
-        x65 = _run((x63 * x18)[..., None], 'before')[..., 0]
-        # dg = (x56 + (dGc * Gc)) + x65
-        dg = (x56 + (dGc * Gc)[..., None]) + x65
+        # x59 = sum[from](((x45 * x2) + -x56))
+        x59 = _run(((x45 * x2) + (-x56))[..., None], 'from')[..., 0]
+        # x68 = sum[before]((x66 * x18))
+        x68 = _run((x66 * x18)[..., None], 'before')[..., 0]
+        # dg = (x59 + (dGc * Gc)) + x68
+        dg = (x59 + (dGc * Gc)[..., None]) + x68
     if needs & 16:
-        # dbeta = x67 + x69
-        dbeta = x67 + x69
+        # dbeta = x70 + x72
+        dbeta = x70 + x72
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program 5f35d9ae:
+# Gated DeltaNet 2: erase and write gates a channel, program b507e9ca:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2", "gdn2_step"]
 
-_NAME = "gdn2_5f35d9ae"
+_NAME = "gdn2_b507e9ca"
 
 
 #: What kernels are not compiled anew for.
@@ -822,10 +822,10 @@ def _backward_prepare(
         # KT = k * exp(x13)
         KT = k * tl.exp(x13)
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x46 = sum[all](g)
-        x46 = tl.sum(g, 0)
-        # Gc = exp(x46)
-        Gc = tl.exp(x46)
+        # x51 = sum[all](g)
+        x51 = tl.sum(g, 0)
+        # Gc = exp(x51)
+        Gc = tl.exp(x51)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
@@ -925,11 +925,11 @@ def _backward_scan(
         Vnew = U.to(tl.float32) + (-x6)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x51 = KT^T @ Vnew
-        x51 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
+        # x56 = KT^T @ Vnew
+        x56 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = x51 + (S * Gc)
-        S_next = x51 + (S * Gc[:, None])
+        # S_next = x56 + (S * Gc)
+        S_next = x56 + (S * Gc[:, None])
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1020,14 +1020,14 @@ def _backward_reverse(
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x54 = QL^T @ do
-        x54 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x59 = QL^T @ do
+        x59 = _dot(tl.trans(QL), do, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x56 = W^T @ dVnew
-        x56 = _dot_fine(tl.trans(W), dVnew, DOT, PRECISION, False, True)
+        # x61 = W^T @ dVnew
+        x61 = _dot_fine(tl.trans(W), dVnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x54) + -x56
-        dS_prev = ((dS * Gc[:, None]) + x54) + (-x56)
+        # dS_prev = ((dS * Gc) + x59) + -x61
+        dS_prev = ((dS * Gc[:, None]) + x59) + (-x61)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -1064,7 +1064,7 @@ def _backward_finish(
     x22_out,
     dv_out,
     dw_out,
-    x47_out,
+    x52_out,
     places_ptr,
     scale,
     T,
@@ -1144,10 +1144,10 @@ def _backward_finish(
         dw = x18 * v
         if NEED & 16:
             _store_rows(dw_out + ((batch * T + start) * HV + head_v) * V, dw, row, col_v, HV * V, rows, V, V % BV == 0)
-        # x45 = dS * S
-        x45 = dS.to(tl.float32) * S.to(tl.float32)
-        # dGc = sum_V(x45)
-        dGc += tl.sum(x45, 1)
+        # x50 = dS * S
+        x50 = dS.to(tl.float32) * S.to(tl.float32)
+        # dGc = sum_V(x50)
+        dGc += tl.sum(x50, 1)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x22_out + tile * C * C, x22, row, row, C, C, C, True)
     g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
@@ -1167,9 +1167,9 @@ def _backward_finish(
     x20 = x19 * x2
     _store_rows(x20_out + tile * C * K, x20, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x47 = dGc * Gc
-    x47 = dGc * Gc
-    tl.store(x47_out + tile * K + col_k, x47, mask=col_k < K)
+    # x52 = dGc * Gc
+    x52 = dGc * Gc
+    tl.store(x52_out + tile * K + col_k, x52, mask=col_k < K)
 
 
 @_jit
@@ -1195,7 +1195,7 @@ def _backward_finish_1(
     q_stride_b,
     q_stride_t,
     q_stride_h,
-    x47_ptr,
+    x52_ptr,
     dq_out,
     dk_out,
     de_out,
@@ -1256,12 +1256,17 @@ def _backward_finish_1(
         x5 = e * k
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x8 = tl.zeros([C, BK, ], tl.float32)
-        x23 = tl.zeros([C, BK, ], tl.float32)
+        x24 = tl.zeros([C, BK, ], tl.float32)
         x34 = tl.zeros([C, BK, ], tl.float32)
+        x44 = tl.zeros([C, BK, ], tl.float32)
         # x8 = gram_dx(dAqk, k; g, to, strict=True)
-        # x23 = gram_dx(x22, k; g, to, strict=True)
+        # x24 -= gram_dx(x22, k; g, to, strict=True)
         # x34 = gram_dy(dAqk, x28; g, to, strict=True)
         # x34 -= gram_dy(x22, x5; g, to, strict=True)
+        # x44 = gram_gain(dAqk, x28, k; g, to, strict=True)
+        # x44 += gram_loss(x22, x5, k; g, to, strict=True)
+        # x44 -= gram_gain(x22, x5, k; g, to, strict=True)
+        # x44 -= gram_loss(dAqk, x28, k; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(x28, C, BK)
@@ -1271,8 +1276,9 @@ def _backward_finish_1(
         cotangent_1, cotangent_1_unit = _in_range(x22, TREE != DOT)
         cotangent_1_16 = _diagonal_blocks(cotangent_1, C)
         x8_16 = _block_zeros(C, BK)
-        x23_16 = _block_zeros(C, BK)
+        x24_16 = _block_zeros(C, BK)
         x34_16 = _block_zeros(C, BK)
+        x44_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
@@ -1282,10 +1288,18 @@ def _backward_finish_1(
             left_2_16 = (operand_2_16 * decay_16).to(TREE)
             cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(TREE)
             cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(TREE)
-            x8_16 += decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
-            x23_16 += decay_16 * (cotangent_1_unit * _dot(cotangent_1_edge_16, right_0_16, TREE, PRECISION))
-            x34_16 += decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, TREE, PRECISION))
-            x34_16 -= decay_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+            made_0_16 = cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION)
+            x8_16 += decay_16 * made_0_16
+            x44_16 += left_1_16.to(tl.float32) * made_0_16
+            made_1_16 = cotangent_1_unit * _dot(cotangent_1_edge_16, right_0_16, TREE, PRECISION)
+            x24_16 -= decay_16 * made_1_16
+            x44_16 -= left_2_16.to(tl.float32) * made_1_16
+            made_2_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, TREE, PRECISION)
+            x34_16 += decay_16 * made_2_16
+            x44_16 -= right_0_16.to(tl.float32) * made_2_16
+            made_3_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+            x34_16 -= decay_16 * made_3_16
+            x44_16 += right_0_16.to(tl.float32) * made_3_16
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1294,13 +1308,22 @@ def _backward_finish_1(
         right_0_16 = (operand_0_16 * decay_right_16).to(TREE)
         left_1_16 = (operand_1_16 * decay_left_16).to(TREE)
         left_2_16 = (operand_2_16 * decay_left_16).to(TREE)
-        x8_16 += decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
-        x23_16 += decay_left_16 * (cotangent_1_unit * _dot(cotangent_1_16, right_0_16, TREE, PRECISION))
-        x34_16 += decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, TREE, PRECISION))
-        x34_16 -= decay_right_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+        made_0_16 = cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION)
+        x8_16 += decay_left_16 * made_0_16
+        x44_16 += left_1_16.to(tl.float32) * made_0_16
+        made_1_16 = cotangent_1_unit * _dot(cotangent_1_16, right_0_16, TREE, PRECISION)
+        x24_16 -= decay_left_16 * made_1_16
+        x44_16 -= left_2_16.to(tl.float32) * made_1_16
+        made_2_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, TREE, PRECISION)
+        x34_16 += decay_right_16 * made_2_16
+        x44_16 -= right_0_16.to(tl.float32) * made_2_16
+        made_3_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+        x34_16 -= decay_right_16 * made_3_16
+        x44_16 += right_0_16.to(tl.float32) * made_3_16
         x8 += tl.reshape(x8_16, [C, BK])
-        x23 += tl.reshape(x23_16, [C, BK])
+        x24 += tl.reshape(x24_16, [C, BK])
         x34 += tl.reshape(x34_16, [C, BK])
+        x44 += tl.reshape(x44_16, [C, BK])
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
@@ -1309,10 +1332,18 @@ def _backward_finish_1(
             left_2 = (x5 * decay).to(TREE)
             cotangent_0_edge = tl.where(edge, cotangent_0, 0.0).to(TREE)
             cotangent_1_edge = tl.where(edge, cotangent_1, 0.0).to(TREE)
-            x8 += decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
-            x23 += decay * (cotangent_1_unit * _dot(cotangent_1_edge, right_0, TREE, PRECISION))
-            x34 += decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_1, TREE, PRECISION))
-            x34 -= decay * (cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION)
+            x8 += decay * made_0
+            x44 += left_1.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1_edge, right_0, TREE, PRECISION)
+            x24 -= decay * made_1
+            x44 -= left_2.to(tl.float32) * made_1
+            made_2 = cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_1, TREE, PRECISION)
+            x34 += decay * made_2
+            x44 -= right_0.to(tl.float32) * made_2
+            made_3 = cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION)
+            x34 -= decay * made_3
+            x44 += right_0.to(tl.float32) * made_3
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1321,18 +1352,26 @@ def _backward_finish_1(
             right_0 = (k * decay_right).to(TREE)
             left_1 = (x28 * decay_left).to(TREE)
             left_2 = (x5 * decay_left).to(TREE)
-            x8 += decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
-            x23 += decay_left * (cotangent_1_unit * _dot(cotangent_1, right_0, TREE, PRECISION))
-            x34 += decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_1, TREE, PRECISION))
-            x34 -= decay_right * (cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION)
+            x8 += decay_left * made_0
+            x44 += left_1.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1, right_0, TREE, PRECISION)
+            x24 -= decay_left * made_1
+            x44 -= left_2.to(tl.float32) * made_1
+            made_2 = cotangent_0_unit * _dot(tl.trans(cotangent_0), left_1, TREE, PRECISION)
+            x34 += decay_right * made_2
+            x44 -= right_0.to(tl.float32) * made_2
+            made_3 = cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION)
+            x34 -= decay_right * made_3
+            x44 += right_0.to(tl.float32) * made_3
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x3 + (x8 + (x9 * k))) * scale
         dq = (x3 + (x8 + (x9[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, rows, K, K % BK == 0)
         x20 = _load_rows(x20_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x25 = -x20 + -x23
-        x25 = (-x20) + (-x23)
+        # x25 = -x20 + x24
+        x25 = (-x20) + x24
         x15 = _load_rows(x15_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dk = ((x15 + (x25 * e)) + (x9 * x28)) + x34
         dk = ((x15 + (x25 * e)) + (x9[:, None] * x28)) + x34
@@ -1342,13 +1381,13 @@ def _backward_finish_1(
         de = x25 * k
         if NEED & 8:
             _store_rows(de_out + ((batch * T + start) * HV + head_v) * K, de, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x44 = sum[from](((-(k * x34) + (x28 * (x3 + x8))) + -(x5 * (x20 + x23))))
-        x44 = _running_from((((-(k * x34)) + (x28 * (x3 + x8))) + (-(x5 * (x20 + x23)))), row, EXACT)
-        # x50 = sum[before]((x15 * k))
-        x50 = _running_before((x15 * k), row, EXACT)
-        x47 = tl.load(x47_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = (x44 + x47) + x50
-        dg = (x44 + x47[None, :]) + x50
+        # x49 = sum[from]((((x3 * x28) + x44) + -(x20 * x5)))
+        x49 = _running_from((((x3 * x28) + x44) + (-(x20 * x5))), row, EXACT)
+        # x55 = sum[before]((x15 * k))
+        x55 = _running_before((x15 * k), row, EXACT)
+        x52 = tl.load(x52_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x49 + x52) + x55
+        dg = (x49 + x52[None, :]) + x55
         if NEED & 32:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, rows, K, K % BK == 0)
 
@@ -1833,7 +1872,7 @@ def _backward_triton(
             x15 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x20 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
-            x47 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x52 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1854,7 +1893,7 @@ def _backward_triton(
                 x22,
                 dv,
                 dw,
-                x47,
+                x52,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1880,7 +1919,7 @@ def _backward_triton(
                 *_strided(e),
                 x15,
                 *_strided(q),
-                x47,
+                x52,
                 dq,
                 dk,
                 de,
@@ -2235,10 +2274,10 @@ def _backward_rows(
     x14 = torch.exp(x13)
     # KT = k * x14
     KT = k * x14
-    # x46 = sum[all](g)
-    x46 = g.sum(-2)
-    # Gc = exp(x46)
-    Gc = torch.exp(x46)
+    # x51 = sum[all](g)
+    x51 = g.sum(-2)
+    # Gc = exp(x51)
+    Gc = torch.exp(x51)
     if needs & 126:
         # x28 = scale * q
         x28 = scale * q
@@ -2264,10 +2303,10 @@ def _backward_rows(
             x6 = W_here @ S
             # Vnew = U + -x6
             Vnew = U_here + (-x6)
-            # x51 = KT^T @ Vnew
-            x51 = KT_here.mT @ Vnew
-            # S_next = x51 + (S * Gc)
-            S_next = x51 + (S * Gc_here[..., :, None])
+            # x56 = KT^T @ Vnew
+            x56 = KT_here.mT @ Vnew
+            # S_next = x56 + (S * Gc)
+            S_next = x56 + (S * Gc_here[..., :, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -2289,12 +2328,12 @@ def _backward_rows(
             x16 = KT_here @ dS
             # dVnew = x16 + x17
             dVnew = x16 + x17_here
-            # x54 = QL^T @ do
-            x54 = QL_here.mT @ do_here
-            # x56 = W^T @ dVnew
-            x56 = W_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x54) + -x56
-            dS_prev = ((dS * Gc_here[..., :, None]) + x54) + (-x56)
+            # x59 = QL^T @ do
+            x59 = QL_here.mT @ do_here
+            # x61 = W^T @ dVnew
+            x61 = W_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x59) + -x61
+            dS_prev = ((dS * Gc_here[..., :, None]) + x59) + (-x61)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -2324,10 +2363,10 @@ def _backward_rows(
         # dw = x18 * v
         dw = x18 * v
     if needs & 32:
-        # x45 = dS * S
-        x45 = dS * S
-        # dGc = sum_V(x45)
-        dGc = x45.sum(-1)
+        # x50 = dS * S
+        x50 = dS * S
+        # dGc = sum_V(x50)
+        dGc = x50.sum(-1)
     if needs & 33:
         # x3 = dQL * x2
         x3 = dQL * x2
@@ -2338,43 +2377,46 @@ def _backward_rows(
         # x20 = x19 * x2
         x20 = x19 * x2
     if needs & 32:
-        # x47 = dGc * Gc
-        x47 = dGc * Gc
+        # x52 = dGc * Gc
+        x52 = dGc * Gc
     if needs & 3:
         # x9 = diagonal(dAqk)
         x9 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 33:
+    if needs & 1:
         # x8 = gram_dx(dAqk, k; g, to, strict=True)
         x8 = _gram_dx(dAqk, k, g, False)
-    if needs & 1:
         # dq = (x3 + (x8 + (x9 * k))) * scale
         dq = (x3 + (x8 + (x9[..., :, None] * k))) * scale
-    if needs & 42:
+    if needs & 10:
         # x23 = gram_dx(x22, k; g, to, strict=True)
         x23 = _gram_dx(x22, k, g, False)
-    if needs & 10:
         # x25 = -x20 + -x23
         x25 = (-x20) + (-x23)
-    if needs & 34:
+    if needs & 2:
         # x31 = gram_dy(dAqk, x28; g, to, strict=True)
         x31 = _gram_dy(dAqk, x28, g, False)
         # x32 = gram_dy(x22, x5; g, to, strict=True)
         x32 = _gram_dy(x22, x5, g, False)
-        # x34 = x31 + -x32
-        x34 = x31 + (-x32)
-    if needs & 2:
-        # dk = ((x15 + (x25 * e)) + (x9 * x28)) + x34
-        dk = ((x15 + (x25 * e)) + (x9[..., :, None] * x28)) + x34
+        # dk = ((x15 + (x25 * e)) + (x9 * x28)) + (x31 + -x32)
+        dk = ((x15 + (x25 * e)) + (x9[..., :, None] * x28)) + (x31 + (-x32))
     if needs & 8:
         # de = x25 * k
         de = x25 * k
     if needs & 32:
-        # x44 = sum[from](((-(k * x34) + (x28 * (x3 + x8))) + -(x5 * (x20 + x23))))
-        x44 = _run((((-(k * x34)) + (x28 * (x3 + x8))) + (-(x5 * (x20 + x23)))), 'from')
-        # x50 = sum[before]((x15 * k))
-        x50 = _run((x15 * k), 'before')
-        # dg = (x44 + x47) + x50
-        dg = (x44 + x47[..., None, :]) + x50
+        # x36 = gram_gain(dAqk, x28, k; g, to, strict=True)
+        x36 = x28 * _gram_dx(dAqk, k, g, False)
+        # x37 = gram_loss(x22, x5, k; g, to, strict=True)
+        x37 = k * _gram_dy(x22, x5, g, False)
+        # x39 = gram_gain(x22, x5, k; g, to, strict=True)
+        x39 = x5 * _gram_dx(x22, k, g, False)
+        # x42 = gram_loss(dAqk, x28, k; g, to, strict=True)
+        x42 = k * _gram_dy(dAqk, x28, g, False)
+        # x49 = sum[from]((((x3 * x28) + (((x36 + x37) + -x39) + -x42)) + -(x20 * x5)))
+        x49 = _run((((x3 * x28) + (((x36 + x37) + (-x39)) + (-x42))) + (-(x20 * x5))), 'from')
+        # x55 = sum[before]((x15 * k))
+        x55 = _run((x15 * k), 'before')
+        # dg = (x49 + x52) + x55
+        dg = (x49 + x52[..., None, :]) + x55
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

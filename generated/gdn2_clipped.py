@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program a7f7911b:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program ef4010f1:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped", "gdn2_clipped_step"]
 
-_NAME = "gdn2_clipped_a7f7911b"
+_NAME = "gdn2_clipped_ef4010f1"
 
 
 #: What kernels are not compiled anew for.
@@ -1097,10 +1097,10 @@ def _backward_prepare(
         # AT = j * x49
         AT = j * x49
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
-        # x93 = sum[all](x28)
-        x93 = tl.sum(x28, 0)
-        # Gc = exp(x93)
-        Gc = tl.exp(x93)
+        # x99 = sum[all](x28)
+        x99 = tl.sum(x28, 0)
+        # Gc = exp(x99)
+        Gc = tl.exp(x99)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # KT = k * x49
         KT = k * x49
@@ -1193,14 +1193,14 @@ def _backward_scan(
         _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x165 = KT^T @ x
-        x165 = _dot(tl.trans(KT), x, DOT, PRECISION)
+        # x178 = KT^T @ x
+        x178 = _dot(tl.trans(KT), x, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x167 = AT^T @ x34
-        x167 = _dot_fine(tl.trans(AT), x34, DOT, PRECISION, False, True)
+        # x180 = AT^T @ x34
+        x180 = _dot_fine(tl.trans(AT), x34, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x165) + -x167
-        S_next = ((S * Gc[:, None]) + x165) + (-x167)
+        # S_next = ((S * Gc) + x178) + -x180
+        S_next = ((S * Gc[:, None]) + x178) + (-x180)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1290,15 +1290,15 @@ def _backward_reverse(
         x59 = (-x55) + x58
         _store_rows(x59_out + tile * C * V, x59, row, col_v, V, C, V, V % BV == 0)
         x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x170 = x32^T @ x59
-        x170 = _dot_fine(tl.trans(x32), x59, DOT, PRECISION, False, True)
+        # x183 = x32^T @ x59
+        x183 = _dot_fine(tl.trans(x32), x59, DOT, PRECISION, False, True)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x172 = QL^T @ do
-        x172 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x185 = QL^T @ do
+        x185 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x170) + x172
-        dS_prev = ((dS * Gc[:, None]) + x170) + x172
+        # dS_prev = ((dS * Gc) + x183) + x185
+        dS_prev = ((dS * Gc[:, None]) + x183) + x185
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -1344,12 +1344,12 @@ def _backward_finish(
     x46_out,
     x50_out,
     dAbk_out,
-    x65_out,
     x69_out,
-    x86_out,
-    x94_out,
+    x84_out,
+    x92_out,
+    x100_out,
     dv_out,
-    x161_out,
+    x174_out,
     places_ptr,
     scale,
     T,
@@ -1397,20 +1397,20 @@ def _backward_finish(
     # x3 = E * eta^T
     x3 = E * eta[None, :]
     M3 = _load_rows(M3_ptr + tile * C * C, row, row, C, C, C, True)
-    # x155 = x3 @ M3
-    x155 = _dot_fine(x3, M3, DOT, PRECISION, True, False)
+    # x168 = x3 @ M3
+    x168 = _dot_fine(x3, M3, DOT, PRECISION, True, False)
     x35 = tl.zeros([C, C, ], tl.float32)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
     dAbk = tl.zeros([C, C, ], tl.float32)
-    x65 = tl.zeros([C, C, ], tl.float32)
+    x69 = tl.zeros([C, C, ], tl.float32)
     dBL = tl.zeros([C, BK, ], tl.float32)
-    x85 = tl.zeros([C, BK, ], tl.float32)
+    x91 = tl.zeros([C, BK, ], tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-    x161 = tl.zeros([C, ], tl.float32)
+    x174 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -1434,37 +1434,37 @@ def _backward_finish(
         x60 = _dot_fine(tl.trans(E), x59, DOT, PRECISION, True, True)
         # dAbk = x60 @ x^T
         dAbk += _dot_fine(x60, tl.trans(x), DOT, PRECISION, FINE, False)
-        # x65 = x60 @ x34^T
-        x65 += _dot_fine(x60, tl.trans(x34), DOT, PRECISION, FINE, FINE)
+        # x69 = x60 @ x34^T
+        x69 += _dot_fine(x60, tl.trans(x34), DOT, PRECISION, FINE, FINE)
         # dBL = x60 @ S^T
         dBL += _dot_fine(x60, tl.trans(S), DOT, PRECISION, FINE, False)
-        # x85 = x34 @ dS^T
-        x85 += _dot_fine(x34, tl.trans(dS), DOT, PRECISION, FINE, False)
-        # x92 = dS * S
-        x92 = dS.to(tl.float32) * S.to(tl.float32)
-        # dGc = sum_V(x92)
-        dGc += tl.sum(x92, 1)
-        # x154 = KT @ dS
-        x154 = _dot(KT, dS, DOT, PRECISION)
-        # x156 = x155^T @ x59
-        x156 = _dot_fine(tl.trans(x155), x59, DOT, PRECISION, False, FINE)
-        # x158 = Aqk^T @ do
-        x158 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        # x159 = (x154 + x156) + x158
-        x159 = (x154 + x156) + x158
-        # dv = x159 * eta
-        dv = x159 * eta[:, None]
+        # x91 = x34 @ dS^T
+        x91 += _dot_fine(x34, tl.trans(dS), DOT, PRECISION, FINE, False)
+        # x98 = dS * S
+        x98 = dS.to(tl.float32) * S.to(tl.float32)
+        # dGc = sum_V(x98)
+        dGc += tl.sum(x98, 1)
+        # x167 = KT @ dS
+        x167 = _dot(KT, dS, DOT, PRECISION)
+        # x169 = x168^T @ x59
+        x169 = _dot_fine(tl.trans(x168), x59, DOT, PRECISION, False, FINE)
+        # x171 = Aqk^T @ do
+        x171 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        # x172 = (x167 + x169) + x171
+        x172 = (x167 + x169) + x171
+        # dv = x172 * eta
+        dv = x172 * eta[:, None]
         if NEED & 8:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
-        # x160 = x159 * v
-        x160 = x159 * v
-        # x161 = sum_V(x160)
-        x161 += tl.sum(x160, 1)
+        # x173 = x172 * v
+        x173 = x172 * v
+        # x174 = sum_V(x173)
+        x174 += tl.sum(x173, 1)
     _store_rows(x35_out + tile * C * C, x35, row, row, C, C, C, True)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dAbk_out + tile * C * C, dAbk, row, row, C, C, C, True)
-    _store_rows(x65_out + tile * C * C, x65, row, row, C, C, C, True)
-    tl.store(x161_out + tile * C + row, x161, mask=row < C)
+    _store_rows(x69_out + tile * C * C, x69, row, row, C, C, C, True)
+    tl.store(x174_out + tile * C + row, x174, mask=row < C)
     k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x4 = eta * k
     x4 = eta[:, None] * k
@@ -1504,16 +1504,16 @@ def _backward_finish(
     # x50 = dKT * x49
     x50 = dKT * x49
     _store_rows(x50_out + tile * C * K, x50, row, col_k, K, C, K, K % BK == 0)
-    # x69 = dBL * x30
-    x69 = dBL * x30
-    _store_rows(x69_out + tile * C * K, x69, row, col_k, K, C, K, K % BK == 0)
-    # x86 = x85 * x49
-    x86 = x85 * x49
-    _store_rows(x86_out + tile * C * K, x86, row, col_k, K, C, K, K % BK == 0)
+    # x84 = dBL * x30
+    x84 = dBL * x30
+    _store_rows(x84_out + tile * C * K, x84, row, col_k, K, C, K, K % BK == 0)
+    # x92 = x91 * x49
+    x92 = x91 * x49
+    _store_rows(x92_out + tile * C * K, x92, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x94 = dGc * Gc
-    x94 = dGc * Gc
-    tl.store(x94_out + tile * K + col_k, x94, mask=col_k < K)
+    # x100 = dGc * Gc
+    x100 = dGc * Gc
+    tl.store(x100_out + tile * K + col_k, x100, mask=col_k < K)
 
 
 @_jit
@@ -1543,17 +1543,17 @@ def _backward_finish_1(
     q_stride_h,
     x50_ptr,
     dAbk_ptr,
-    x65_ptr,
     x69_ptr,
-    x86_ptr,
-    x94_ptr,
+    x84_ptr,
+    x92_ptr,
+    x100_ptr,
     dq_out,
     x63_out,
-    x68_out,
-    x100_out,
-    x146_out,
-    x151_out,
-    x153_out,
+    x106_out,
+    x142_out,
+    x156_out,
+    x161_out,
+    x166_out,
     dg_out,
     places_ptr,
     scale,
@@ -1616,13 +1616,13 @@ def _backward_finish_1(
         # x9 = sum_K((j * j))
         x9 += tl.sum((j * j), 1)
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x146 = x36 * (scale * q)
-        x146 = x36[:, None] * (scale * q)
-        _store_rows(x146_out + tile * C * K, x146, row, col_k, K, C, K, K % BK == 0)
-        x86 = _load_rows(x86_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x151 = -x86
-        x151 = -x86
-        _store_rows(x151_out + tile * C * K, x151, row, col_k, K, C, K, K % BK == 0)
+        # x156 = x36 * (scale * q)
+        x156 = x36[:, None] * (scale * q)
+        _store_rows(x156_out + tile * C * K, x156, row, col_k, K, C, K, K % BK == 0)
+        x92 = _load_rows(x92_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x161 = -x92
+        x161 = -x92
+        _store_rows(x161_out + tile * C * K, x161, row, col_k, K, C, K, K % BK == 0)
     # x7 = sqrt(x6)
     x7 = tl.sqrt(x6)
     # x10 = sqrt(x9)
@@ -1650,8 +1650,8 @@ def _backward_finish_1(
     # x27 = -log((0.5 * (x11 + sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
     x27 = -tl.log((0.5 * (x11 + tl.sqrt(((x12 * x12) + ((2.0 * x11) * x20))))))
     dAbk = _load_rows(dAbk_ptr + tile * C * C, row, row, C, C, C, True)
-    x65 = _load_rows(x65_ptr + tile * C * C, row, row, C, C, C, True)
-    x100 = tl.zeros([C, ], tl.float32)
+    x69 = _load_rows(x69_ptr + tile * C * C, row, row, C, C, C, True)
+    x106 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -1675,16 +1675,25 @@ def _backward_finish_1(
         x51 = scale * q
         x44 = tl.zeros([C, BK, ], tl.float32)
         x62 = tl.zeros([C, BK, ], tl.float32)
-        x68 = tl.zeros([C, BK, ], tl.float32)
-        x77 = tl.zeros([C, BK, ], tl.float32)
+        x83 = tl.zeros([C, BK, ], tl.float32)
+        x142 = tl.zeros([C, BK, ], tl.float32)
+        x166 = tl.zeros([C, BK, ], tl.float32)
         # x44 = gram_dx(dAqk, k; x28, to, strict=True)
         # x44 -= gram_dx(x35, j; x28, to, strict=True)
-        # x68 = gram_dx(dAbk, k; x28, to, strict=True)
-        # x68 -= gram_dx(x65, j; x28, to, strict=True)
         # x62 = gram_dy(dAqk, x51; x28, to, strict=True)
-        # x62 = gram_dy(dAbk, x4; x28, to, strict=True)
-        # x77 = gram_dy(x35, x51; x28, to, strict=True)
-        # x77 = gram_dy(x65, x4; x28, to, strict=True)
+        # x62 += gram_dy(dAbk, x4; x28, to, strict=True)
+        # x83 = gram_gain(dAqk, x51, k; x28, to, strict=True)
+        # x83 += gram_gain(dAbk, x4, k; x28, to, strict=True)
+        # x83 += gram_loss(x35, x51, j; x28, to, strict=True)
+        # x83 += gram_loss(x69, x4, j; x28, to, strict=True)
+        # x83 -= gram_gain(x35, x51, j; x28, to, strict=True)
+        # x83 -= gram_gain(x69, x4, j; x28, to, strict=True)
+        # x83 -= gram_loss(dAqk, x51, k; x28, to, strict=True)
+        # x83 -= gram_loss(dAbk, x4, k; x28, to, strict=True)
+        # x142 = gram_dx(dAbk, k; x28, to, strict=True)
+        # x142 -= gram_dx(x69, j; x28, to, strict=True)
+        # x166 -= gram_dy(x35, x51; x28, to, strict=True)
+        # x166 -= gram_dy(x69, x4; x28, to, strict=True)
         g_16 = _blocks(x28, C, BK)
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(j, C, BK)
@@ -1696,12 +1705,13 @@ def _backward_finish_1(
         cotangent_1_16 = _diagonal_blocks(cotangent_1, C)
         cotangent_2, cotangent_2_unit = _in_range(dAbk, TREE != DOT)
         cotangent_2_16 = _diagonal_blocks(cotangent_2, C)
-        cotangent_3, cotangent_3_unit = _in_range(x65, TREE != DOT)
+        cotangent_3, cotangent_3_unit = _in_range(x69, TREE != DOT)
         cotangent_3_16 = _diagonal_blocks(cotangent_3, C)
         x44_16 = _block_zeros(C, BK)
-        x68_16 = _block_zeros(C, BK)
         x62_16 = _block_zeros(C, BK)
-        x77_16 = _block_zeros(C, BK)
+        x83_16 = _block_zeros(C, BK)
+        x142_16 = _block_zeros(C, BK)
+        x166_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
@@ -1714,14 +1724,30 @@ def _backward_finish_1(
             cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(TREE)
             cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(TREE)
             cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(TREE)
-            x44_16 += decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
-            x44_16 -= decay_16 * (cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION))
-            x68_16 += decay_16 * (cotangent_2_unit * _dot(cotangent_2_edge_16, right_0_16, TREE, PRECISION))
-            x68_16 -= decay_16 * (cotangent_3_unit * _dot(cotangent_3_edge_16, right_1_16, TREE, PRECISION))
-            x62_16 += decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-            x62_16 += decay_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
-            x77_16 += decay_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-            x77_16 += decay_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+            made_0_16 = cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION)
+            x44_16 += decay_16 * made_0_16
+            x83_16 += left_2_16.to(tl.float32) * made_0_16
+            made_1_16 = cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION)
+            x44_16 -= decay_16 * made_1_16
+            x83_16 -= left_2_16.to(tl.float32) * made_1_16
+            made_2_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+            x62_16 += decay_16 * made_2_16
+            x83_16 -= right_0_16.to(tl.float32) * made_2_16
+            made_3_16 = cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+            x62_16 += decay_16 * made_3_16
+            x83_16 -= right_0_16.to(tl.float32) * made_3_16
+            made_4_16 = cotangent_2_unit * _dot(cotangent_2_edge_16, right_0_16, TREE, PRECISION)
+            x83_16 += left_3_16.to(tl.float32) * made_4_16
+            x142_16 += decay_16 * made_4_16
+            made_5_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+            x83_16 += right_1_16.to(tl.float32) * made_5_16
+            x166_16 -= decay_16 * made_5_16
+            made_6_16 = cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+            x83_16 += right_1_16.to(tl.float32) * made_6_16
+            x166_16 -= decay_16 * made_6_16
+            made_7_16 = cotangent_3_unit * _dot(cotangent_3_edge_16, right_1_16, TREE, PRECISION)
+            x83_16 -= left_3_16.to(tl.float32) * made_7_16
+            x142_16 -= decay_16 * made_7_16
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1731,18 +1757,35 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
         left_2_16 = (operand_2_16 * decay_left_16).to(TREE)
         left_3_16 = (operand_3_16 * decay_left_16).to(TREE)
-        x44_16 += decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
-        x44_16 -= decay_left_16 * (cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION))
-        x68_16 += decay_left_16 * (cotangent_2_unit * _dot(cotangent_2_16, right_0_16, TREE, PRECISION))
-        x68_16 -= decay_left_16 * (cotangent_3_unit * _dot(cotangent_3_16, right_1_16, TREE, PRECISION))
-        x62_16 += decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-        x62_16 += decay_right_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
-        x77_16 += decay_right_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-        x77_16 += decay_right_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+        made_0_16 = cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION)
+        x44_16 += decay_left_16 * made_0_16
+        x83_16 += left_2_16.to(tl.float32) * made_0_16
+        made_1_16 = cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION)
+        x44_16 -= decay_left_16 * made_1_16
+        x83_16 -= left_2_16.to(tl.float32) * made_1_16
+        made_2_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+        x62_16 += decay_right_16 * made_2_16
+        x83_16 -= right_0_16.to(tl.float32) * made_2_16
+        made_3_16 = cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+        x62_16 += decay_right_16 * made_3_16
+        x83_16 -= right_0_16.to(tl.float32) * made_3_16
+        made_4_16 = cotangent_2_unit * _dot(cotangent_2_16, right_0_16, TREE, PRECISION)
+        x83_16 += left_3_16.to(tl.float32) * made_4_16
+        x142_16 += decay_left_16 * made_4_16
+        made_5_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+        x83_16 += right_1_16.to(tl.float32) * made_5_16
+        x166_16 -= decay_right_16 * made_5_16
+        made_6_16 = cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+        x83_16 += right_1_16.to(tl.float32) * made_6_16
+        x166_16 -= decay_right_16 * made_6_16
+        made_7_16 = cotangent_3_unit * _dot(cotangent_3_16, right_1_16, TREE, PRECISION)
+        x83_16 -= left_3_16.to(tl.float32) * made_7_16
+        x142_16 -= decay_left_16 * made_7_16
         x44 += tl.reshape(x44_16, [C, BK])
-        x68 += tl.reshape(x68_16, [C, BK])
         x62 += tl.reshape(x62_16, [C, BK])
-        x77 += tl.reshape(x77_16, [C, BK])
+        x83 += tl.reshape(x83_16, [C, BK])
+        x142 += tl.reshape(x142_16, [C, BK])
+        x166 += tl.reshape(x166_16, [C, BK])
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), x28, FLOAT_PARTS))
             edge = _edge(row, level)
@@ -1754,14 +1797,30 @@ def _backward_finish_1(
             cotangent_1_edge = tl.where(edge, cotangent_1, 0.0).to(TREE)
             cotangent_2_edge = tl.where(edge, cotangent_2, 0.0).to(TREE)
             cotangent_3_edge = tl.where(edge, cotangent_3, 0.0).to(TREE)
-            x44 += decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
-            x44 -= decay * (cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION))
-            x68 += decay * (cotangent_2_unit * _dot(cotangent_2_edge, right_0, TREE, PRECISION))
-            x68 -= decay * (cotangent_3_unit * _dot(cotangent_3_edge, right_1, TREE, PRECISION))
-            x62 += decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION))
-            x62 += decay * (cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION))
-            x77 += decay * (cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION))
-            x77 += decay * (cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION)
+            x44 += decay * made_0
+            x83 += left_2.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION)
+            x44 -= decay * made_1
+            x83 -= left_2.to(tl.float32) * made_1
+            made_2 = cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION)
+            x62 += decay * made_2
+            x83 -= right_0.to(tl.float32) * made_2
+            made_3 = cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION)
+            x62 += decay * made_3
+            x83 -= right_0.to(tl.float32) * made_3
+            made_4 = cotangent_2_unit * _dot(cotangent_2_edge, right_0, TREE, PRECISION)
+            x83 += left_3.to(tl.float32) * made_4
+            x142 += decay * made_4
+            made_5 = cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION)
+            x83 += right_1.to(tl.float32) * made_5
+            x166 -= decay * made_5
+            made_6 = cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION)
+            x83 += right_1.to(tl.float32) * made_6
+            x166 -= decay * made_6
+            made_7 = cotangent_3_unit * _dot(cotangent_3_edge, right_1, TREE, PRECISION)
+            x83 -= left_3.to(tl.float32) * made_7
+            x142 -= decay * made_7
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x28, FLOAT_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1771,15 +1830,32 @@ def _backward_finish_1(
             right_1 = (j * decay_right).to(TREE)
             left_2 = (x51 * decay_left).to(TREE)
             left_3 = (x4 * decay_left).to(TREE)
-            x44 += decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
-            x44 -= decay_left * (cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION))
-            x68 += decay_left * (cotangent_2_unit * _dot(cotangent_2, right_0, TREE, PRECISION))
-            x68 -= decay_left * (cotangent_3_unit * _dot(cotangent_3, right_1, TREE, PRECISION))
-            x62 += decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION))
-            x62 += decay_right * (cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION))
-            x77 += decay_right * (cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION))
-            x77 += decay_right * (cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION))
-        _store_rows(x68_out + tile * C * K, x68, row, col_k, K, C, K, K % BK == 0)
+            made_0 = cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION)
+            x44 += decay_left * made_0
+            x83 += left_2.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION)
+            x44 -= decay_left * made_1
+            x83 -= left_2.to(tl.float32) * made_1
+            made_2 = cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION)
+            x62 += decay_right * made_2
+            x83 -= right_0.to(tl.float32) * made_2
+            made_3 = cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION)
+            x62 += decay_right * made_3
+            x83 -= right_0.to(tl.float32) * made_3
+            made_4 = cotangent_2_unit * _dot(cotangent_2, right_0, TREE, PRECISION)
+            x83 += left_3.to(tl.float32) * made_4
+            x142 += decay_left * made_4
+            made_5 = cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION)
+            x83 += right_1.to(tl.float32) * made_5
+            x166 -= decay_right * made_5
+            made_6 = cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION)
+            x83 += right_1.to(tl.float32) * made_6
+            x166 -= decay_right * made_6
+            made_7 = cotangent_3_unit * _dot(cotangent_3, right_1, TREE, PRECISION)
+            x83 -= left_3.to(tl.float32) * made_7
+            x142 -= decay_left * made_7
+        _store_rows(x142_out + tile * C * K, x142, row, col_k, K, C, K, K % BK == 0)
+        _store_rows(x166_out + tile * C * K, x166, row, col_k, K, C, K, K % BK == 0)
         x46 = _load_rows(x46_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((((x36 * j) + (x38 * k)) + x44) + x46) * scale
         dq = ((((x36[:, None] * j) + (x38[:, None] * k)) + x44) + x46) * scale
@@ -1789,32 +1865,29 @@ def _backward_finish_1(
         # x63 = (x50 + (x38 * x51)) + x62
         x63 = (x50 + (x38[:, None] * x51)) + x62
         _store_rows(x63_out + tile * C * K, x63, row, col_k, K, C, K, K % BK == 0)
-        x69 = _load_rows(x69_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x83 = sum[from](((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + -(k * x62)))
-        x83 = _running_from(((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + (-(k * x62))), row, EXACT)
-        x86 = _load_rows(x86_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x90 = sum[before](((x50 * k) + -(x86 * j)))
-        x90 = _running_before(((x50 * k) + (-(x86 * j))), row, EXACT)
-        x94 = tl.load(x94_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # x95 = (x83 + x90) + x94
-        x95 = (x83 + x90) + x94[None, :]
-        # x96 = [g <~ x27]
-        x96 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
-        # x100 = sum_K((x95 * (1.0 + -x96)))
-        x100 += tl.sum((x95 * (1.0 + (-x96))), 1)
-        # x153 = -x77
-        x153 = -x77
-        _store_rows(x153_out + tile * C * K, x153, row, col_k, K, C, K, K % BK == 0)
-        # dg = x95 * x96
-        dg = x95 * x96
+        x84 = _load_rows(x84_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x89 = sum[from]((x83 + ((x84 * x4) + (x46 * x51))))
+        x89 = _running_from((x83 + ((x84 * x4) + (x46 * x51))), row, EXACT)
+        x92 = _load_rows(x92_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x96 = sum[before](((x50 * k) + -(x92 * j)))
+        x96 = _running_before(((x50 * k) + (-(x92 * j))), row, EXACT)
+        x100 = tl.load(x100_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # x101 = (x89 + x96) + x100
+        x101 = (x89 + x96) + x100[None, :]
+        # x102 = [g <~ x27]
+        x102 = tl.where(x27[:, None] >= g - 9.5367431640625e-07, 1.0, 0.0)
+        # x106 = sum_K((x101 * (1.0 + -x102)))
+        x106 += tl.sum((x101 * (1.0 + (-x102))), 1)
+        # dg = x101 * x102
+        dg = x101 * x102
         if NEED & 16:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, rows, K, K % BK == 0)
-    tl.store(x100_out + tile * C + row, x100, mask=row < C)
+    tl.store(x106_out + tile * C + row, x106, mask=row < C)
 
 
 @_jit
 def _backward_finish_2(
-    x100_ptr,
+    x106_ptr,
     eta_ptr,
     eta_stride_b,
     eta_stride_t,
@@ -1827,13 +1900,13 @@ def _backward_finish_2(
     j_stride_b,
     j_stride_t,
     j_stride_h,
-    x69_ptr,
-    x68_ptr,
+    x84_ptr,
+    x142_ptr,
     x63_ptr,
-    x146_ptr,
-    x151_ptr,
-    x153_ptr,
+    x156_ptr,
     x161_ptr,
+    x166_ptr,
+    x174_ptr,
     dk_out,
     dj_out,
     deta_out,
@@ -1919,15 +1992,15 @@ def _backward_finish_2(
     x14 = 2.0 * x11
     # x23 = sqrt(((x12 * x12) + (x14 * x20)))
     x23 = tl.sqrt(((x12 * x12) + (x14 * x20)))
-    x100 = tl.load(x100_ptr + tile * C + row, mask=row < C, other=0.0)
-    # x102 = (x100 / (0.5 * (x11 + x23))) * 0.5
-    x102 = (x100 / (0.5 * (x11 + x23))) * 0.5
-    # x105 = -(0.5 * x102) /0 x23
-    x105 = tl.where(x23 == 0, 0.0, (-(0.5 * x102)) / tl.where(x23 == 0, 1.0, x23))
-    # x106 = x105 * x14
-    x106 = x105 * x14
-    x111 = tl.zeros([C, ], tl.float32)
-    x138 = tl.zeros([C, ], tl.float32)
+    x106 = tl.load(x106_ptr + tile * C + row, mask=row < C, other=0.0)
+    # x108 = (x106 / (0.5 * (x11 + x23))) * 0.5
+    x108 = (x106 / (0.5 * (x11 + x23))) * 0.5
+    # x111 = -(0.5 * x108) /0 x23
+    x111 = tl.where(x23 == 0, 0.0, (-(0.5 * x108)) / tl.where(x23 == 0, 1.0, x23))
+    # x112 = x111 * x14
+    x112 = x111 * x14
+    x117 = tl.zeros([C, ], tl.float32)
+    x148 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -1947,19 +2020,19 @@ def _backward_finish_2(
         x18 = x15 + (-x16)
         # x19 = x18 * x18
         x19 = x18 * x18
-        # x108 = x106 * (x18 + x18)
-        x108 = x106[:, None] * (x18 + x18)
-        # x111 = sum_K(((x108 * x15) /0 x7))
-        x111 += tl.sum(tl.where(x7[:, None] == 0, 0.0, (x108 * x15) / tl.where(x7[:, None] == 0, 1.0, x7[:, None])), 1)
-        # x138 = sum_K((-(x108 * x16) /0 x10))
-        x138 += tl.sum(tl.where(x10[:, None] == 0, 0.0, (-(x108 * x16)) / tl.where(x10[:, None] == 0, 1.0, x10[:, None])), 1)
-    # x122 = (-x102 + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
-    x122 = ((-x102) + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
-    # x126 = (0.5 * (-x111 + (x122 * x10))) /0 x7
-    x126 = tl.where(x7 == 0, 0.0, (0.5 * ((-x111) + (x122 * x10))) / tl.where(x7 == 0, 1.0, x7))
-    # x143 = (0.5 * (-x138 + (x122 * x7))) /0 x10
-    x143 = tl.where(x10 == 0, 0.0, (0.5 * ((-x138) + (x122 * x7))) / tl.where(x10 == 0, 1.0, x10))
-    x163 = tl.zeros([C, ], tl.float32)
+        # x114 = x112 * (x18 + x18)
+        x114 = x112[:, None] * (x18 + x18)
+        # x117 = sum_K(((x114 * x15) /0 x7))
+        x117 += tl.sum(tl.where(x7[:, None] == 0, 0.0, (x114 * x15) / tl.where(x7[:, None] == 0, 1.0, x7[:, None])), 1)
+        # x148 = sum_K((-(x114 * x16) /0 x10))
+        x148 += tl.sum(tl.where(x10[:, None] == 0, 0.0, (-(x114 * x16)) / tl.where(x10[:, None] == 0, 1.0, x10[:, None])), 1)
+    # x128 = (-x108 + ((x111 * x20) * 2.0)) + (x111 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
+    x128 = ((-x108) + ((x111 * x20) * 2.0)) + (x111 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
+    # x132 = (0.5 * (-x117 + (x128 * x10))) /0 x7
+    x132 = tl.where(x7 == 0, 0.0, (0.5 * ((-x117) + (x128 * x10))) / tl.where(x7 == 0, 1.0, x7))
+    # x153 = (0.5 * (-x148 + (x128 * x7))) /0 x10
+    x153 = tl.where(x10 == 0, 0.0, (0.5 * ((-x148) + (x128 * x7))) / tl.where(x10 == 0, 1.0, x10))
+    x176 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -1979,33 +2052,33 @@ def _backward_finish_2(
         x18 = x15 + (-x16)
         # x19 = x18 * x18
         x19 = x18 * x18
-        # x108 = x106 * (x18 + x18)
-        x108 = x106[:, None] * (x18 + x18)
-        # x110 = (x108 * x15) /0 x7
-        x110 = tl.where(x7[:, None] == 0, 0.0, (x108 * x15) / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))
-        x69 = _load_rows(x69_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        x68 = _load_rows(x68_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x133 = (((x126 * (eta * (k + k))) + x69) + (x108 /0 x7)) + x68
-        x133 = (((x126[:, None] * (eta[:, None] * (k + k))) + x69) + tl.where(x7[:, None] == 0, 0.0, x108 / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))) + x68
+        # x114 = x112 * (x18 + x18)
+        x114 = x112[:, None] * (x18 + x18)
+        # x116 = (x114 * x15) /0 x7
+        x116 = tl.where(x7[:, None] == 0, 0.0, (x114 * x15) / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))
+        x84 = _load_rows(x84_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x142 = _load_rows(x142_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x143 = (((x132 * (eta * (k + k))) + x84) + (x114 /0 x7)) + x142
+        x143 = (((x132[:, None] * (eta[:, None] * (k + k))) + x84) + tl.where(x7[:, None] == 0, 0.0, x114 / tl.where(x7[:, None] == 0, 1.0, x7[:, None]))) + x142
         x63 = _load_rows(x63_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = x63 + (x133 * eta)
-        dk = x63 + (x133 * eta[:, None])
+        # dk = x63 + (x143 * eta)
+        dk = x63 + (x143 * eta[:, None])
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x137 = -(x108 * x16) /0 x10
-        x137 = tl.where(x10[:, None] == 0, 0.0, (-(x108 * x16)) / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))
-        x146 = _load_rows(x146_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        x151 = _load_rows(x151_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        x153 = _load_rows(x153_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dj = ((((x143 * (j + j)) + x146) + (-x108 /0 x10)) + x151) + x153
-        dj = ((((x143[:, None] * (j + j)) + x146) + tl.where(x10[:, None] == 0, 0.0, (-x108) / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))) + x151) + x153
+        # x147 = -(x114 * x16) /0 x10
+        x147 = tl.where(x10[:, None] == 0, 0.0, (-(x114 * x16)) / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))
+        x156 = _load_rows(x156_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x161 = _load_rows(x161_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        x166 = _load_rows(x166_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # dj = ((((x153 * (j + j)) + x156) + (-x114 /0 x10)) + x161) + x166
+        dj = ((((x153[:, None] * (j + j)) + x156) + tl.where(x10[:, None] == 0, 0.0, (-x114) / tl.where(x10[:, None] == 0, 1.0, x10[:, None]))) + x161) + x166
         if NEED & 4:
             _store_rows(dj_out + ((batch * T + start) * HV + head_v) * K, dj, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x163 = sum_K((x133 * k))
-        x163 += tl.sum((x133 * k), 1)
-    x161 = tl.load(x161_ptr + tile * C + row, mask=row < C, other=0.0)
-    # deta = x161 + x163
-    deta = x161 + x163
+        # x176 = sum_K((x143 * k))
+        x176 += tl.sum((x143 * k), 1)
+    x174 = tl.load(x174_ptr + tile * C + row, mask=row < C, other=0.0)
+    # deta = x174 + x176
+    deta = x174 + x176
     if NEED & 32:
         tl.store(deta_out + ((batch * T + start) * HV + head_v) + row * HV, deta, mask=in_c)
 
@@ -2520,11 +2593,11 @@ def _backward_triton(
             x46 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x50 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAbk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
-            x65 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
-            x69 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x86 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x94 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x161 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x69 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
+            x84 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x92 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x100 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x174 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -2548,12 +2621,12 @@ def _backward_triton(
                 x46,
                 x50,
                 dAbk,
-                x65,
                 x69,
-                x86,
-                x94,
+                x84,
+                x92,
+                x100,
                 dv,
-                x161,
+                x174,
                 chunks if packed else none,
                 scale,
                 T,
@@ -2568,11 +2641,11 @@ def _backward_triton(
             )
         if needs & 55:
             x63 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x68 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x100 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
-            x146 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x151 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x153 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x106 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x142 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x156 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x161 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x166 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             _launch(
                 _backward_finish_1,
                 B * NT * HV,
@@ -2586,17 +2659,17 @@ def _backward_triton(
                 *_strided(q),
                 x50,
                 dAbk,
-                x65,
                 x69,
-                x86,
-                x94,
+                x84,
+                x92,
+                x100,
                 dq,
                 x63,
-                x68,
-                x100,
-                x146,
-                x151,
-                x153,
+                x106,
+                x142,
+                x156,
+                x161,
+                x166,
                 dg,
                 chunks if packed else none,
                 scale,
@@ -2614,17 +2687,17 @@ def _backward_triton(
             _launch(
                 _backward_finish_2,
                 B * NT * HV,
-                x100,
+                x106,
                 *_strided(eta),
                 *_strided(k),
                 *_strided(j),
-                x69,
-                x68,
+                x84,
+                x142,
                 x63,
-                x146,
-                x151,
-                x153,
+                x156,
                 x161,
+                x166,
+                x174,
                 dk,
                 dj,
                 deta,
@@ -3113,10 +3186,10 @@ def _backward_rows(
     x49 = torch.exp(x48)
     # AT = j * x49
     AT = j * x49
-    # x93 = sum[all](x28)
-    x93 = x28.sum(-2)
-    # Gc = exp(x93)
-    Gc = torch.exp(x93)
+    # x99 = sum[all](x28)
+    x99 = x28.sum(-2)
+    # Gc = exp(x99)
+    Gc = torch.exp(x99)
     if needs & 63:
         # KT = k * x49
         KT = k * x49
@@ -3141,12 +3214,12 @@ def _backward_rows(
             x33 = x32_here @ S
             # x34 = U + x33
             x34 = U_here + x33
-            # x165 = KT^T @ x
-            x165 = KT_here.mT @ x_here
-            # x167 = AT^T @ x34
-            x167 = AT_here.mT @ x34
-            # S_next = ((S * Gc) + x165) + -x167
-            S_next = ((S * Gc_here[..., :, None]) + x165) + (-x167)
+            # x178 = KT^T @ x
+            x178 = KT_here.mT @ x_here
+            # x180 = AT^T @ x34
+            x180 = AT_here.mT @ x34
+            # S_next = ((S * Gc) + x178) + -x180
+            S_next = ((S * Gc_here[..., :, None]) + x178) + (-x180)
             x34_all.append(x34)
             S = S_next
         end_S = S
@@ -3168,20 +3241,20 @@ def _backward_rows(
             x55 = AT_here @ dS
             # x59 = -x55 + x58
             x59 = (-x55) + x58_here
-            # x170 = x32^T @ x59
-            x170 = x32_here.mT @ x59
-            # x172 = QL^T @ do
-            x172 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + x170) + x172
-            dS_prev = ((dS * Gc_here[..., :, None]) + x170) + x172
+            # x183 = x32^T @ x59
+            x183 = x32_here.mT @ x59
+            # x185 = QL^T @ do
+            x185 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + x183) + x185
+            dS_prev = ((dS * Gc_here[..., :, None]) + x183) + x185
             x59_all.append(x59)
             dS = dS_prev
         end_dS = dS
         x59 = _stack(x59_all[::-1], v, NT, C, dtype)
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
     if needs & 40:
-        # x155 = x3 @ M3
-        x155 = x3 @ M3
+        # x168 = x3 @ M3
+        x168 = x3 @ M3
     if needs & 55:
         # x35 = do @ x34^T
         x35 = do @ x34.mT
@@ -3196,45 +3269,45 @@ def _backward_rows(
         x60 = E.mT @ x59
         # dAbk = x60 @ x^T
         dAbk = x60 @ x.mT
-        # x65 = x60 @ x34^T
-        x65 = x60 @ x34.mT
+        # x69 = x60 @ x34^T
+        x69 = x60 @ x34.mT
         # dBL = x60 @ S^T
         dBL = x60 @ S.mT
-        # x85 = x34 @ dS^T
-        x85 = x34 @ dS.mT
-        # x92 = dS * S
-        x92 = dS * S
-        # dGc = sum_V(x92)
-        dGc = x92.sum(-1)
+        # x91 = x34 @ dS^T
+        x91 = x34 @ dS.mT
+        # x98 = dS * S
+        x98 = dS * S
+        # dGc = sum_V(x98)
+        dGc = x98.sum(-1)
     if needs & 40:
-        # x154 = KT @ dS
-        x154 = KT @ dS
-        # x156 = x155^T @ x59
-        x156 = x155.mT @ x59
-        # x158 = Aqk^T @ do
-        x158 = Aqk.mT @ do
-        # x159 = (x154 + x156) + x158
-        x159 = (x154 + x156) + x158
+        # x167 = KT @ dS
+        x167 = KT @ dS
+        # x169 = x168^T @ x59
+        x169 = x168.mT @ x59
+        # x171 = Aqk^T @ do
+        x171 = Aqk.mT @ do
+        # x172 = (x167 + x169) + x171
+        x172 = (x167 + x169) + x171
     if needs & 8:
-        # dv = x159 * eta
-        dv = x159 * eta[..., :, None]
+        # dv = x172 * eta
+        dv = x172 * eta[..., :, None]
     if needs & 32:
-        # x160 = x159 * v
-        x160 = x159 * v
-        # x161 = sum_V(x160)
-        x161 = x160.sum(-1)
+        # x173 = x172 * v
+        x173 = x172 * v
+        # x174 = sum_V(x173)
+        x174 = x173.sum(-1)
     if needs & 55:
         # x46 = dQL * x30
         x46 = dQL * x30
     if needs & 54:
         # x50 = dKT * x49
         x50 = dKT * x49
-        # x69 = dBL * x30
-        x69 = dBL * x30
-        # x86 = x85 * x49
-        x86 = x85 * x49
-        # x94 = dGc * Gc
-        x94 = dGc * Gc
+        # x84 = dBL * x30
+        x84 = dBL * x30
+        # x92 = x91 * x49
+        x92 = x91 * x49
+        # x100 = dGc * Gc
+        x100 = dGc * Gc
     if needs & 5:
         # x36 = diagonal(-x35)
         x36 = (-x35).diagonal(dim1=-2, dim2=-1)
@@ -3242,90 +3315,99 @@ def _backward_rows(
         # x38 = diagonal(dAqk)
         x38 = dAqk.diagonal(dim1=-2, dim2=-1)
     if needs & 4:
-        # x146 = x36 * x51
-        x146 = x36[..., :, None] * x51
-        # x151 = -x86
-        x151 = -x86
-    if needs & 55:
+        # x156 = x36 * x51
+        x156 = x36[..., :, None] * x51
+        # x161 = -x92
+        x161 = -x92
+    if needs & 1:
         # x41 = gram_dx(dAqk, k; x28, to, strict=True)
         x41 = _gram_dx(dAqk, k, x28, False)
         # x42 = gram_dx(x35, j; x28, to, strict=True)
         x42 = _gram_dx(x35, j, x28, False)
-        # x44 = x41 + -x42
-        x44 = x41 + (-x42)
-    if needs & 1:
-        # dq = ((((x36 * j) + (x38 * k)) + x44) + x46) * scale
-        dq = ((((x36[..., :, None] * j) + (x38[..., :, None] * k)) + x44) + x46) * scale
-    if needs & 54:
+        # dq = ((((x36 * j) + (x38 * k)) + (x41 + -x42)) + x46) * scale
+        dq = ((((x36[..., :, None] * j) + (x38[..., :, None] * k)) + (x41 + (-x42))) + x46) * scale
+    if needs & 2:
         # x54 = gram_dy(dAqk, x51; x28, to, strict=True)
         x54 = _gram_dy(dAqk, x51, x28, False)
         # x61 = gram_dy(dAbk, x4; x28, to, strict=True)
         x61 = _gram_dy(dAbk, x4, x28, False)
-        # x62 = x54 + x61
-        x62 = x54 + x61
-    if needs & 2:
-        # x63 = (x50 + (x38 * x51)) + x62
-        x63 = (x50 + (x38[..., :, None] * x51)) + x62
+        # x63 = (x50 + (x38 * x51)) + (x54 + x61)
+        x63 = (x50 + (x38[..., :, None] * x51)) + (x54 + x61)
     if needs & 54:
-        # x64 = gram_dx(dAbk, k; x28, to, strict=True)
-        x64 = _gram_dx(dAbk, k, x28, False)
-        # x66 = gram_dx(x65, j; x28, to, strict=True)
-        x66 = _gram_dx(x65, j, x28, False)
-        # x68 = x64 + -x66
-        x68 = x64 + (-x66)
-        # x75 = gram_dy(x35, x51; x28, to, strict=True)
-        x75 = _gram_dy(x35, x51, x28, False)
-        # x76 = gram_dy(x65, x4; x28, to, strict=True)
-        x76 = _gram_dy(x65, x4, x28, False)
-        # x77 = x75 + x76
-        x77 = x75 + x76
-        # x83 = sum[from](((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + -(k * x62)))
-        x83 = _run(((((x4 * (x68 + x69)) + (x51 * (x44 + x46))) + (j * x77)) + (-(k * x62))), 'from')
-        # x90 = sum[before](((x50 * k) + -(x86 * j)))
-        x90 = _run(((x50 * k) + (-(x86 * j))), 'before')
-        # x95 = (x83 + x90) + x94
-        x95 = (x83 + x90) + x94[..., None, :]
-        # x96 = [g <~ x27]
-        x96 = (x27[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
+        # x64 = gram_gain(dAqk, x51, k; x28, to, strict=True)
+        x64 = x51 * _gram_dx(dAqk, k, x28, False)
+        # x65 = gram_gain(dAbk, x4, k; x28, to, strict=True)
+        x65 = x4 * _gram_dx(dAbk, k, x28, False)
+        # x67 = gram_loss(x35, x51, j; x28, to, strict=True)
+        x67 = j * _gram_dy(x35, x51, x28, False)
+        # x70 = gram_loss(x69, x4, j; x28, to, strict=True)
+        x70 = j * _gram_dy(x69, x4, x28, False)
+        # x72 = gram_gain(x35, x51, j; x28, to, strict=True)
+        x72 = x51 * _gram_dx(x35, j, x28, False)
+        # x75 = gram_gain(x69, x4, j; x28, to, strict=True)
+        x75 = x4 * _gram_dx(x69, j, x28, False)
+        # x78 = gram_loss(dAqk, x51, k; x28, to, strict=True)
+        x78 = k * _gram_dy(dAqk, x51, x28, False)
+        # x81 = gram_loss(dAbk, x4, k; x28, to, strict=True)
+        x81 = k * _gram_dy(dAbk, x4, x28, False)
+        # x89 = sum[from](((((((((x64 + x65) + x67) + x70) + -x72) + -x75) + -x78) + -x81) + ((x84 * x4) + (x46 * x51))))
+        x89 = _run(((((((((x64 + x65) + x67) + x70) + (-x72)) + (-x75)) + (-x78)) + (-x81)) + ((x84 * x4) + (x46 * x51))), 'from')
+        # x96 = sum[before](((x50 * k) + -(x92 * j)))
+        x96 = _run(((x50 * k) + (-(x92 * j))), 'before')
+        # x101 = (x89 + x96) + x100
+        x101 = (x89 + x96) + x100[..., None, :]
+        # x102 = [g <~ x27]
+        x102 = (x27[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps).to(g.dtype)
     if needs & 38:
-        # x100 = sum_K((x95 * (1.0 + -x96)))
-        x100 = (x95 * (1.0 + (-x96))).sum(-1)
+        # x106 = sum_K((x101 * (1.0 + -x102)))
+        x106 = (x101 * (1.0 + (-x102))).sum(-1)
+    if needs & 34:
+        # x139 = gram_dx(dAbk, k; x28, to, strict=True)
+        x139 = _gram_dx(dAbk, k, x28, False)
+        # x140 = gram_dx(x69, j; x28, to, strict=True)
+        x140 = _gram_dx(x69, j, x28, False)
+        # x142 = x139 + -x140
+        x142 = x139 + (-x140)
     if needs & 4:
-        # x153 = -x77
-        x153 = -x77
+        # x163 = gram_dy(x35, x51; x28, to, strict=True)
+        x163 = _gram_dy(x35, x51, x28, False)
+        # x164 = gram_dy(x69, x4; x28, to, strict=True)
+        x164 = _gram_dy(x69, x4, x28, False)
+        # x166 = -(x163 + x164)
+        x166 = -(x163 + x164)
     if needs & 16:
-        # dg = x95 * x96
-        dg = x95 * x96
+        # dg = x101 * x102
+        dg = x101 * x102
     if needs & 38:
-        # x102 = (x100 / x25) * 0.5
-        x102 = (x100 / x25) * 0.5
-        # x105 = -(0.5 * x102) /0 x23
-        x105 = torch.where(x23 == 0, 0, (-(0.5 * x102)) / torch.where(x23 == 0, 1, x23))
-        # x108 = (x105 * x14) * (x18 + x18)
-        x108 = (x105 * x14)[..., :, None] * (x18 + x18)
+        # x108 = (x106 / x25) * 0.5
+        x108 = (x106 / x25) * 0.5
+        # x111 = -(0.5 * x108) /0 x23
+        x111 = torch.where(x23 == 0, 0, (-(0.5 * x108)) / torch.where(x23 == 0, 1, x23))
+        # x114 = (x111 * x14) * (x18 + x18)
+        x114 = (x111 * x14)[..., :, None] * (x18 + x18)
     if needs & 34:
-        # x111 = sum_K(((x108 * x15) /0 x7))
-        x111 = torch.where(x7[..., :, None] == 0, 0, (x108 * x15) / torch.where(x7[..., :, None] == 0, 1, x7[..., :, None])).sum(-1)
+        # x117 = sum_K(((x114 * x15) /0 x7))
+        x117 = torch.where(x7[..., :, None] == 0, 0, (x114 * x15) / torch.where(x7[..., :, None] == 0, 1, x7[..., :, None])).sum(-1)
     if needs & 4:
-        # x138 = sum_K((-(x108 * x16) /0 x10))
-        x138 = torch.where(x10[..., :, None] == 0, 0, (-(x108 * x16)) / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None])).sum(-1)
+        # x148 = sum_K((-(x114 * x16) /0 x10))
+        x148 = torch.where(x10[..., :, None] == 0, 0, (-(x114 * x16)) / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None])).sum(-1)
     if needs & 38:
-        # x122 = (-x102 + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
-        x122 = ((-x102) + ((x105 * x20) * 2.0)) + (x105 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
+        # x128 = (-x108 + ((x111 * x20) * 2.0)) + (x111 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
+        x128 = ((-x108) + ((x111 * x20) * 2.0)) + (x111 * (((x7 * (x10 + x10)) + -2.0) + -2.0))
     if needs & 34:
-        # x133 = (((((0.5 * (-x111 + (x122 * x10))) /0 x7) * (eta * (k + k))) + x69) + (x108 /0 x7)) + x68
-        x133 = (((torch.where(x7 == 0, 0, (0.5 * ((-x111) + (x122 * x10))) / torch.where(x7 == 0, 1, x7))[..., :, None] * (eta[..., :, None] * (k + k))) + x69) + torch.where(x7[..., :, None] == 0, 0, x108 / torch.where(x7[..., :, None] == 0, 1, x7[..., :, None]))) + x68
+        # x143 = (((((0.5 * (-x117 + (x128 * x10))) /0 x7) * (eta * (k + k))) + x84) + (x114 /0 x7)) + x142
+        x143 = (((torch.where(x7 == 0, 0, (0.5 * ((-x117) + (x128 * x10))) / torch.where(x7 == 0, 1, x7))[..., :, None] * (eta[..., :, None] * (k + k))) + x84) + torch.where(x7[..., :, None] == 0, 0, x114 / torch.where(x7[..., :, None] == 0, 1, x7[..., :, None]))) + x142
     if needs & 2:
-        # dk = x63 + (x133 * eta)
-        dk = x63 + (x133 * eta[..., :, None])
+        # dk = x63 + (x143 * eta)
+        dk = x63 + (x143 * eta[..., :, None])
     if needs & 4:
-        # dj = ((((((0.5 * (-x138 + (x122 * x7))) /0 x10) * (j + j)) + x146) + (-x108 /0 x10)) + x151) + x153
-        dj = ((((torch.where(x10 == 0, 0, (0.5 * ((-x138) + (x122 * x7))) / torch.where(x10 == 0, 1, x10))[..., :, None] * (j + j)) + x146) + torch.where(x10[..., :, None] == 0, 0, (-x108) / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None]))) + x151) + x153
+        # dj = ((((((0.5 * (-x148 + (x128 * x7))) /0 x10) * (j + j)) + x156) + (-x114 /0 x10)) + x161) + x166
+        dj = ((((torch.where(x10 == 0, 0, (0.5 * ((-x148) + (x128 * x7))) / torch.where(x10 == 0, 1, x10))[..., :, None] * (j + j)) + x156) + torch.where(x10[..., :, None] == 0, 0, (-x114) / torch.where(x10[..., :, None] == 0, 1, x10[..., :, None]))) + x161) + x166
     if needs & 32:
-        # x163 = sum_K((x133 * k))
-        x163 = (x133 * k).sum(-1)
-        # deta = x161 + x163
-        deta = x161 + x163
+        # x176 = sum_K((x143 * k))
+        x176 = (x143 * k).sum(-1)
+        # deta = x174 + x176
+        deta = x174 + x176
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 99a56862:
+# gated linear attention, one decay a channel, program 6ea7240b:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_99a56862"
+_NAME = "gla_6ea7240b"
 
 
 #: What kernels are not compiled anew for.
@@ -654,10 +654,10 @@ def _backward_prepare(
         # KT = k * exp(x9)
         KT = k * tl.exp(x9)
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x28 = sum[all](g)
-        x28 = tl.sum(g, 0)
-        # Gc = exp(x28)
-        Gc = tl.exp(x28)
+        # x29 = sum[all](g)
+        x29 = tl.sum(g, 0)
+        # Gc = exp(x29)
+        Gc = tl.exp(x29)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # x5 = sum[to](g)
         x5 = _sums(_keep_to(row), g, GATE_PARTS)
@@ -741,11 +741,11 @@ def _backward_scan(
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x31 = KT^T @ v
-        x31 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x32 = KT^T @ v
+        x32 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = (S * Gc) + x31
-        S_next = (S * Gc[:, None]) + x31
+        # S_next = (S * Gc) + x32
+        S_next = (S * Gc[:, None]) + x32
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -825,11 +825,11 @@ def _backward_reverse(
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x33 = QL^T @ do
-        x33 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x34 = QL^T @ do
+        x34 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = (dS * Gc) + x33
-        dS_prev = (dS * Gc[:, None]) + x33
+        # dS_prev = (dS * Gc) + x34
+        dS_prev = (dS * Gc[:, None]) + x34
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -858,7 +858,7 @@ def _backward_finish(
     x7_out,
     x11_out,
     dv_out,
-    x29_out,
+    x30_out,
     places_ptr,
     scale,
     T,
@@ -928,10 +928,10 @@ def _backward_finish(
         dv = x16 + x17
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
-        # x27 = dS * S
-        x27 = dS.to(tl.float32) * S.to(tl.float32)
-        # dGc = sum_V(x27)
-        dGc += tl.sum(x27, 1)
+        # x28 = dS * S
+        x28 = dS.to(tl.float32) * S.to(tl.float32)
+        # dGc = sum_V(x28)
+        dGc += tl.sum(x28, 1)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x5 = sum[to](g)
@@ -945,9 +945,9 @@ def _backward_finish(
     x11 = dKT * tl.exp(x9)
     _store_rows(x11_out + tile * C * K, x11, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x29 = dGc * Gc
-    x29 = dGc * Gc
-    tl.store(x29_out + tile * K + col_k, x29, mask=col_k < K)
+    # x30 = dGc * Gc
+    x30 = dGc * Gc
+    tl.store(x30_out + tile * K + col_k, x30, mask=col_k < K)
 
 
 @_jit
@@ -967,7 +967,7 @@ def _backward_finish_1(
     q_stride_t,
     q_stride_h,
     x11_ptr,
-    x29_ptr,
+    x30_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -1024,8 +1024,11 @@ def _backward_finish_1(
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x = tl.zeros([C, BK, ], tl.float32)
         x13 = tl.zeros([C, BK, ], tl.float32)
+        x21 = tl.zeros([C, BK, ], tl.float32)
         # x = gram_dx(dAqk, k; g, to, strict=True)
         # x13 = gram_dy(dAqk, x12; g, to, strict=True)
+        # x21 = gram_gain(dAqk, x12, k; g, to, strict=True)
+        # x21 -= gram_loss(dAqk, x12, k; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(x12, C, BK)
@@ -1033,6 +1036,7 @@ def _backward_finish_1(
         cotangent_0_16 = _diagonal_blocks(cotangent_0, C)
         x_16 = _block_zeros(C, BK)
         x13_16 = _block_zeros(C, BK)
+        x21_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
@@ -1040,8 +1044,12 @@ def _backward_finish_1(
             right_0_16 = (operand_0_16 * decay_16).to(TREE)
             left_1_16 = (operand_1_16 * decay_16).to(TREE)
             cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(TREE)
-            x_16 += decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
-            x13_16 += decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, TREE, PRECISION))
+            made_0_16 = cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION)
+            x_16 += decay_16 * made_0_16
+            x21_16 += left_1_16.to(tl.float32) * made_0_16
+            made_1_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, TREE, PRECISION)
+            x13_16 += decay_16 * made_1_16
+            x21_16 -= right_0_16.to(tl.float32) * made_1_16
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1049,18 +1057,27 @@ def _backward_finish_1(
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
         right_0_16 = (operand_0_16 * decay_right_16).to(TREE)
         left_1_16 = (operand_1_16 * decay_left_16).to(TREE)
-        x_16 += decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
-        x13_16 += decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, TREE, PRECISION))
+        made_0_16 = cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION)
+        x_16 += decay_left_16 * made_0_16
+        x21_16 += left_1_16.to(tl.float32) * made_0_16
+        made_1_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, TREE, PRECISION)
+        x13_16 += decay_right_16 * made_1_16
+        x21_16 -= right_0_16.to(tl.float32) * made_1_16
         x += tl.reshape(x_16, [C, BK])
         x13 += tl.reshape(x13_16, [C, BK])
+        x21 += tl.reshape(x21_16, [C, BK])
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
             right_0 = (k * decay).to(TREE)
             left_1 = (x12 * decay).to(TREE)
             cotangent_0_edge = tl.where(edge, cotangent_0, 0.0).to(TREE)
-            x += decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
-            x13 += decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_1, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION)
+            x += decay * made_0
+            x21 += left_1.to(tl.float32) * made_0
+            made_1 = cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_1, TREE, PRECISION)
+            x13 += decay * made_1
+            x21 -= right_0.to(tl.float32) * made_1
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1068,8 +1085,12 @@ def _backward_finish_1(
             decay_right = tl.where(second, 0.0, decay)
             right_0 = (k * decay_right).to(TREE)
             left_1 = (x12 * decay_left).to(TREE)
-            x += decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
-            x13 += decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_1, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION)
+            x += decay_left * made_0
+            x21 += left_1.to(tl.float32) * made_0
+            made_1 = cotangent_0_unit * _dot(tl.trans(cotangent_0), left_1, TREE, PRECISION)
+            x13 += decay_right * made_1
+            x21 -= right_0.to(tl.float32) * made_1
         x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = ((x + (x2 * k)) + x7) * scale
         dq = ((x + (x2[:, None] * k)) + x7) * scale
@@ -1080,13 +1101,13 @@ def _backward_finish_1(
         dk = x11 + (x13 + (x2[:, None] * x12))
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x23 = sum[from](((x12 * (x + x7)) + -(k * x13)))
-        x23 = _running_from(((x12 * (x + x7)) + (-(k * x13))), row, EXACT)
-        # x25 = sum[before]((x11 * k))
-        x25 = _running_before((x11 * k), row, EXACT)
-        x29 = tl.load(x29_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = (x23 + x25) + x29
-        dg = (x23 + x25) + x29[None, :]
+        # x24 = sum[from]((x21 + (x7 * x12)))
+        x24 = _running_from((x21 + (x7 * x12)), row, EXACT)
+        # x26 = sum[before]((x11 * k))
+        x26 = _running_before((x11 * k), row, EXACT)
+        x30 = tl.load(x30_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x24 + x26) + x30
+        dg = (x24 + x26) + x30[None, :]
         if NEED & 8:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, rows, K, K % BK == 0)
 
@@ -1513,7 +1534,7 @@ def _backward_triton(
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x7 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x11 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x29 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x30 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1529,7 +1550,7 @@ def _backward_triton(
                 x7,
                 x11,
                 dv,
-                x29,
+                x30,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1552,7 +1573,7 @@ def _backward_triton(
                 x7,
                 *_strided(q),
                 x11,
-                x29,
+                x30,
                 dq,
                 dk,
                 dg,
@@ -1873,10 +1894,10 @@ def _backward_rows(
     if needs & 13:
         # KT = k * x10
         KT = k * x10
-    # x28 = sum[all](g)
-    x28 = g.sum(-2)
-    # Gc = exp(x28)
-    Gc = torch.exp(x28)
+    # x29 = sum[all](g)
+    x29 = g.sum(-2)
+    # Gc = exp(x29)
+    Gc = torch.exp(x29)
     if needs & 30:
         # x12 = scale * q
         x12 = scale * q
@@ -1895,10 +1916,10 @@ def _backward_rows(
             KT_here = KT[:, chunk]
             v_here = v[:, chunk]
             kept_S_all.append(S)
-            # x31 = KT^T @ v
-            x31 = KT_here.mT @ v_here
-            # S_next = (S * Gc) + x31
-            S_next = (S * Gc_here[..., :, None]) + x31
+            # x32 = KT^T @ v
+            x32 = KT_here.mT @ v_here
+            # S_next = (S * Gc) + x32
+            S_next = (S * Gc_here[..., :, None]) + x32
             S = S_next
         end_S = S
         S = _stack(kept_S_all, v, NT, K, dtype)
@@ -1910,10 +1931,10 @@ def _backward_rows(
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x33 = QL^T @ do
-            x33 = QL_here.mT @ do_here
-            # dS_prev = (dS * Gc) + x33
-            dS_prev = (dS * Gc_here[..., :, None]) + x33
+            # x34 = QL^T @ do
+            x34 = QL_here.mT @ do_here
+            # dS_prev = (dS * Gc) + x34
+            dS_prev = (dS * Gc_here[..., :, None]) + x34
             dS = dS_prev
         end_dS = dS
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
@@ -1934,10 +1955,10 @@ def _backward_rows(
         # dv = x16 + x17
         dv = x16 + x17
     if needs & 8:
-        # x27 = dS * S
-        x27 = dS * S
-        # dGc = sum_V(x27)
-        dGc = x27.sum(-1)
+        # x28 = dS * S
+        x28 = dS * S
+        # dGc = sum_V(x28)
+        dGc = x28.sum(-1)
     if needs & 9:
         # x7 = dQL * x6
         x7 = dQL * x6
@@ -1945,30 +1966,32 @@ def _backward_rows(
         # x11 = dKT * x10
         x11 = dKT * x10
     if needs & 8:
-        # x29 = dGc * Gc
-        x29 = dGc * Gc
+        # x30 = dGc * Gc
+        x30 = dGc * Gc
     if needs & 3:
         # x2 = diagonal(dAqk)
         x2 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 9:
+    if needs & 1:
         # x = gram_dx(dAqk, k; g, to, strict=True)
         x = _gram_dx(dAqk, k, g, False)
-    if needs & 1:
         # dq = ((x + (x2 * k)) + x7) * scale
         dq = ((x + (x2[..., :, None] * k)) + x7) * scale
-    if needs & 10:
+    if needs & 2:
         # x13 = gram_dy(dAqk, x12; g, to, strict=True)
         x13 = _gram_dy(dAqk, x12, g, False)
-    if needs & 2:
         # dk = x11 + (x13 + (x2 * x12))
         dk = x11 + (x13 + (x2[..., :, None] * x12))
     if needs & 8:
-        # x23 = sum[from](((x12 * (x + x7)) + -(k * x13)))
-        x23 = _run(((x12 * (x + x7)) + (-(k * x13))), 'from')
-        # x25 = sum[before]((x11 * k))
-        x25 = _run((x11 * k), 'before')
-        # dg = (x23 + x25) + x29
-        dg = (x23 + x25) + x29[..., None, :]
+        # x18 = gram_gain(dAqk, x12, k; g, to, strict=True)
+        x18 = x12 * _gram_dx(dAqk, k, g, False)
+        # x19 = gram_loss(dAqk, x12, k; g, to, strict=True)
+        x19 = k * _gram_dy(dAqk, x12, g, False)
+        # x24 = sum[from](((x18 + -x19) + (x7 * x12)))
+        x24 = _run(((x18 + (-x19)) + (x7 * x12)), 'from')
+        # x26 = sum[before]((x11 * k))
+        x26 = _run((x11 * k), 'before')
+        # dg = (x24 + x26) + x30
+        dg = (x24 + x26) + x30[..., None, :]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program 8b96fdc4:
+# Kimi Delta Attention, program f203d6ff:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda", "kda_step"]
 
-_NAME = "kda_8b96fdc4"
+_NAME = "kda_f203d6ff"
 
 
 #: What kernels are not compiled anew for.
@@ -807,10 +807,10 @@ def _backward_prepare(
         # KT = k * exp(x15)
         KT = k * tl.exp(x15)
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x49 = sum[all](g)
-        x49 = tl.sum(g, 0)
-        # Gc = exp(x49)
-        Gc = tl.exp(x49)
+        # x54 = sum[all](g)
+        x54 = tl.sum(g, 0)
+        # Gc = exp(x54)
+        Gc = tl.exp(x54)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # QL = (scale * q) * x2
@@ -909,11 +909,11 @@ def _backward_scan(
         Vnew = x5.to(tl.float32) + (-x8)
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x58 = KT^T @ Vnew
-        x58 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
+        # x63 = KT^T @ Vnew
+        x63 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = x58 + (S * Gc)
-        S_next = x58 + (S * Gc[:, None])
+        # S_next = x63 + (S * Gc)
+        S_next = x63 + (S * Gc[:, None])
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1004,14 +1004,14 @@ def _backward_reverse(
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x61 = QL^T @ do
-        x61 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x66 = QL^T @ do
+        x66 = _dot(tl.trans(QL), do, DOT, PRECISION)
         x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x63 = x7^T @ dVnew
-        x63 = _dot_fine(tl.trans(x7), dVnew, DOT, PRECISION, False, True)
+        # x68 = x7^T @ dVnew
+        x68 = _dot_fine(tl.trans(x7), dVnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + x61) + -x63
-        dS_prev = ((dS * Gc[:, None]) + x61) + (-x63)
+        # dS_prev = ((dS * Gc) + x66) + -x68
+        dS_prev = ((dS * Gc[:, None]) + x66) + (-x68)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -1047,8 +1047,8 @@ def _backward_finish(
     x22_out,
     x24_out,
     dv_out,
-    x50_out,
     x55_out,
+    x60_out,
     places_ptr,
     scale,
     T,
@@ -1099,7 +1099,7 @@ def _backward_finish(
     x24 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     dGc = tl.zeros([BK, ], tl.float32)
-    x55 = tl.zeros([C, ], tl.float32)
+    x60 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -1124,18 +1124,18 @@ def _backward_finish(
         dv = x20 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
-        # x48 = dS * S
-        x48 = dS.to(tl.float32) * S.to(tl.float32)
-        # dGc = sum_V(x48)
-        dGc += tl.sum(x48, 1)
+        # x53 = dS * S
+        x53 = dS.to(tl.float32) * S.to(tl.float32)
+        # dGc = sum_V(x53)
+        dGc += tl.sum(x53, 1)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x54 = x20 * v
-        x54 = x20 * v
-        # x55 = sum_V(x54)
-        x55 += tl.sum(x54, 1)
+        # x59 = x20 * v
+        x59 = x20 * v
+        # x60 = sum_V(x59)
+        x60 += tl.sum(x59, 1)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x24_out + tile * C * C, x24, row, row, C, C, C, True)
-    tl.store(x55_out + tile * C + row, x55, mask=row < C)
+    tl.store(x60_out + tile * C + row, x60, mask=row < C)
     g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     # x = sum[to](g)
     x = _sums(_keep_to(row), g, GATE_PARTS)
@@ -1153,9 +1153,9 @@ def _backward_finish(
     x22 = x21 * x2
     _store_rows(x22_out + tile * C * K, x22, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x50 = dGc * Gc
-    x50 = dGc * Gc
-    tl.store(x50_out + tile * K + col_k, x50, mask=col_k < K)
+    # x55 = dGc * Gc
+    x55 = dGc * Gc
+    tl.store(x55_out + tile * K + col_k, x55, mask=col_k < K)
 
 
 @_jit
@@ -1181,8 +1181,8 @@ def _backward_finish_1(
     q_stride_b,
     q_stride_t,
     q_stride_h,
-    x50_ptr,
     x55_ptr,
+    x60_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -1232,7 +1232,7 @@ def _backward_finish_1(
     x11 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk.to(tl.float32), 0.0), 1)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     x24 = _load_rows(x24_ptr + tile * C * C, row, row, C, C, C, True)
-    x57 = tl.zeros([C, ], tl.float32)
+    x62 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -1244,12 +1244,17 @@ def _backward_finish_1(
         x34 = beta[:, None] * k
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x10 = tl.zeros([C, BK, ], tl.float32)
-        x25 = tl.zeros([C, BK, ], tl.float32)
+        x26 = tl.zeros([C, BK, ], tl.float32)
         x37 = tl.zeros([C, BK, ], tl.float32)
+        x47 = tl.zeros([C, BK, ], tl.float32)
         # x10 = gram_dx(dAqk, k; g, to, strict=True)
-        # x25 = gram_dx(x24, k; g, to, strict=True)
+        # x26 -= gram_dx(x24, k; g, to, strict=True)
         # x37 = gram_dy(dAqk, x30; g, to, strict=True)
         # x37 -= gram_dy(x24, x34; g, to, strict=True)
+        # x47 = gram_gain(dAqk, x30, k; g, to, strict=True)
+        # x47 += gram_loss(x24, x34, k; g, to, strict=True)
+        # x47 -= gram_gain(x24, x34, k; g, to, strict=True)
+        # x47 -= gram_loss(dAqk, x30, k; g, to, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(x30, C, BK)
@@ -1259,8 +1264,9 @@ def _backward_finish_1(
         cotangent_1, cotangent_1_unit = _in_range(x24, TREE != DOT)
         cotangent_1_16 = _diagonal_blocks(cotangent_1, C)
         x10_16 = _block_zeros(C, BK)
-        x25_16 = _block_zeros(C, BK)
+        x26_16 = _block_zeros(C, BK)
         x37_16 = _block_zeros(C, BK)
+        x47_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
@@ -1270,10 +1276,18 @@ def _backward_finish_1(
             left_2_16 = (operand_2_16 * decay_16).to(TREE)
             cotangent_0_edge_16 = tl.where(edge_16, cotangent_0_16, 0.0).to(TREE)
             cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(TREE)
-            x10_16 += decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
-            x25_16 += decay_16 * (cotangent_1_unit * _dot(cotangent_1_edge_16, right_0_16, TREE, PRECISION))
-            x37_16 += decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, TREE, PRECISION))
-            x37_16 -= decay_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+            made_0_16 = cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION)
+            x10_16 += decay_16 * made_0_16
+            x47_16 += left_1_16.to(tl.float32) * made_0_16
+            made_1_16 = cotangent_1_unit * _dot(cotangent_1_edge_16, right_0_16, TREE, PRECISION)
+            x26_16 -= decay_16 * made_1_16
+            x47_16 -= left_2_16.to(tl.float32) * made_1_16
+            made_2_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_1_16, TREE, PRECISION)
+            x37_16 += decay_16 * made_2_16
+            x47_16 -= right_0_16.to(tl.float32) * made_2_16
+            made_3_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+            x37_16 -= decay_16 * made_3_16
+            x47_16 += right_0_16.to(tl.float32) * made_3_16
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1282,13 +1296,22 @@ def _backward_finish_1(
         right_0_16 = (operand_0_16 * decay_right_16).to(TREE)
         left_1_16 = (operand_1_16 * decay_left_16).to(TREE)
         left_2_16 = (operand_2_16 * decay_left_16).to(TREE)
-        x10_16 += decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
-        x25_16 += decay_left_16 * (cotangent_1_unit * _dot(cotangent_1_16, right_0_16, TREE, PRECISION))
-        x37_16 += decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, TREE, PRECISION))
-        x37_16 -= decay_right_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
+        made_0_16 = cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION)
+        x10_16 += decay_left_16 * made_0_16
+        x47_16 += left_1_16.to(tl.float32) * made_0_16
+        made_1_16 = cotangent_1_unit * _dot(cotangent_1_16, right_0_16, TREE, PRECISION)
+        x26_16 -= decay_left_16 * made_1_16
+        x47_16 -= left_2_16.to(tl.float32) * made_1_16
+        made_2_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_1_16, TREE, PRECISION)
+        x37_16 += decay_right_16 * made_2_16
+        x47_16 -= right_0_16.to(tl.float32) * made_2_16
+        made_3_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+        x37_16 -= decay_right_16 * made_3_16
+        x47_16 += right_0_16.to(tl.float32) * made_3_16
         x10 += tl.reshape(x10_16, [C, BK])
-        x25 += tl.reshape(x25_16, [C, BK])
+        x26 += tl.reshape(x26_16, [C, BK])
         x37 += tl.reshape(x37_16, [C, BK])
+        x47 += tl.reshape(x47_16, [C, BK])
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
@@ -1297,10 +1320,18 @@ def _backward_finish_1(
             left_2 = (x34 * decay).to(TREE)
             cotangent_0_edge = tl.where(edge, cotangent_0, 0.0).to(TREE)
             cotangent_1_edge = tl.where(edge, cotangent_1, 0.0).to(TREE)
-            x10 += decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
-            x25 += decay * (cotangent_1_unit * _dot(cotangent_1_edge, right_0, TREE, PRECISION))
-            x37 += decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_1, TREE, PRECISION))
-            x37 -= decay * (cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION)
+            x10 += decay * made_0
+            x47 += left_1.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1_edge, right_0, TREE, PRECISION)
+            x26 -= decay * made_1
+            x47 -= left_2.to(tl.float32) * made_1
+            made_2 = cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_1, TREE, PRECISION)
+            x37 += decay * made_2
+            x47 -= right_0.to(tl.float32) * made_2
+            made_3 = cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION)
+            x37 -= decay * made_3
+            x47 += right_0.to(tl.float32) * made_3
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1309,37 +1340,45 @@ def _backward_finish_1(
             right_0 = (k * decay_right).to(TREE)
             left_1 = (x30 * decay_left).to(TREE)
             left_2 = (x34 * decay_left).to(TREE)
-            x10 += decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
-            x25 += decay_left * (cotangent_1_unit * _dot(cotangent_1, right_0, TREE, PRECISION))
-            x37 += decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_1, TREE, PRECISION))
-            x37 -= decay_right * (cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION)
+            x10 += decay_left * made_0
+            x47 += left_1.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1, right_0, TREE, PRECISION)
+            x26 -= decay_left * made_1
+            x47 -= left_2.to(tl.float32) * made_1
+            made_2 = cotangent_0_unit * _dot(tl.trans(cotangent_0), left_1, TREE, PRECISION)
+            x37 += decay_right * made_2
+            x47 -= right_0.to(tl.float32) * made_2
+            made_3 = cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION)
+            x37 -= decay_right * made_3
+            x47 += right_0.to(tl.float32) * made_3
         x3 = _load_rows(x3_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dq = (x3 + (x10 + (x11 * k))) * scale
         dq = (x3 + (x10 + (x11[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, rows, K, K % BK == 0)
         x22 = _load_rows(x22_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x27 = -x22 + -x25
-        x27 = (-x22) + (-x25)
+        # x27 = -x22 + x26
+        x27 = (-x22) + x26
         x17 = _load_rows(x17_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # dk = ((x17 + (x27 * beta)) + (x11 * x30)) + x37
         dk = ((x17 + (x27 * beta[:, None])) + (x11[:, None] * x30)) + x37
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x47 = sum[from](((-(k * x37) + (x30 * (x3 + x10))) + -(x34 * (x22 + x25))))
-        x47 = _running_from((((-(k * x37)) + (x30 * (x3 + x10))) + (-(x34 * (x22 + x25)))), row, EXACT)
-        # x53 = sum[before]((x17 * k))
-        x53 = _running_before((x17 * k), row, EXACT)
-        x50 = tl.load(x50_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = (x47 + x50) + x53
-        dg = (x47 + x50[None, :]) + x53
+        # x52 = sum[from]((((x3 * x30) + x47) + -(x22 * x34)))
+        x52 = _running_from((((x3 * x30) + x47) + (-(x22 * x34))), row, EXACT)
+        # x58 = sum[before]((x17 * k))
+        x58 = _running_before((x17 * k), row, EXACT)
+        x55 = tl.load(x55_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = (x52 + x55) + x58
+        dg = (x52 + x55[None, :]) + x58
         if NEED & 8:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x57 = sum_K((x27 * k))
-        x57 += tl.sum((x27 * k), 1)
-    x55 = tl.load(x55_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x55 + x57
-    dbeta = x55 + x57
+        # x62 = sum_K((x27 * k))
+        x62 += tl.sum((x27 * k), 1)
+    x60 = tl.load(x60_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x60 + x62
+    dbeta = x60 + x62
     if NEED & 16:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -1819,8 +1858,8 @@ def _backward_triton(
             x17 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x22 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x24 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
-            x50 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x55 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x55 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x60 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1840,8 +1879,8 @@ def _backward_triton(
                 x22,
                 x24,
                 dv,
-                x50,
                 x55,
+                x60,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1867,8 +1906,8 @@ def _backward_triton(
                 *_strided(beta),
                 x17,
                 *_strided(q),
-                x50,
                 x55,
+                x60,
                 dq,
                 dk,
                 dg,
@@ -2219,10 +2258,10 @@ def _backward_rows(
     x16 = torch.exp(x15)
     # KT = k * x16
     KT = k * x16
-    # x49 = sum[all](g)
-    x49 = g.sum(-2)
-    # Gc = exp(x49)
-    Gc = torch.exp(x49)
+    # x54 = sum[all](g)
+    x54 = g.sum(-2)
+    # Gc = exp(x54)
+    Gc = torch.exp(x54)
     if needs & 62:
         # x30 = scale * q
         x30 = scale * q
@@ -2248,10 +2287,10 @@ def _backward_rows(
             x8 = x7_here @ S
             # Vnew = x5 + -x8
             Vnew = x5_here + (-x8)
-            # x58 = KT^T @ Vnew
-            x58 = KT_here.mT @ Vnew
-            # S_next = x58 + (S * Gc)
-            S_next = x58 + (S * Gc_here[..., :, None])
+            # x63 = KT^T @ Vnew
+            x63 = KT_here.mT @ Vnew
+            # S_next = x63 + (S * Gc)
+            S_next = x63 + (S * Gc_here[..., :, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -2273,12 +2312,12 @@ def _backward_rows(
             x18 = KT_here @ dS
             # dVnew = x18 + x19
             dVnew = x18 + x19_here
-            # x61 = QL^T @ do
-            x61 = QL_here.mT @ do_here
-            # x63 = x7^T @ dVnew
-            x63 = x7_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x61) + -x63
-            dS_prev = ((dS * Gc_here[..., :, None]) + x61) + (-x63)
+            # x66 = QL^T @ do
+            x66 = QL_here.mT @ do_here
+            # x68 = x7^T @ dVnew
+            x68 = x7_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x66) + -x68
+            dS_prev = ((dS * Gc_here[..., :, None]) + x66) + (-x68)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -2305,15 +2344,15 @@ def _backward_rows(
         # dv = x20 * beta
         dv = x20 * beta[..., :, None]
     if needs & 8:
-        # x48 = dS * S
-        x48 = dS * S
-        # dGc = sum_V(x48)
-        dGc = x48.sum(-1)
+        # x53 = dS * S
+        x53 = dS * S
+        # dGc = sum_V(x53)
+        dGc = x53.sum(-1)
     if needs & 16:
-        # x54 = x20 * v
-        x54 = x20 * v
-        # x55 = sum_V(x54)
-        x55 = x54.sum(-1)
+        # x59 = x20 * v
+        x59 = x20 * v
+        # x60 = sum_V(x59)
+        x60 = x59.sum(-1)
     if needs & 9:
         # x3 = dQL * x2
         x3 = dQL * x2
@@ -2324,47 +2363,52 @@ def _backward_rows(
         # x22 = x21 * x2
         x22 = x21 * x2
     if needs & 8:
-        # x50 = dGc * Gc
-        x50 = dGc * Gc
+        # x55 = dGc * Gc
+        x55 = dGc * Gc
     if needs & 3:
         # x11 = diagonal(dAqk)
         x11 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 9:
+    if needs & 1:
         # x10 = gram_dx(dAqk, k; g, to, strict=True)
         x10 = _gram_dx(dAqk, k, g, False)
-    if needs & 1:
         # dq = (x3 + (x10 + (x11 * k))) * scale
         dq = (x3 + (x10 + (x11[..., :, None] * k))) * scale
-    if needs & 26:
+    if needs & 18:
         # x25 = gram_dx(x24, k; g, to, strict=True)
         x25 = _gram_dx(x24, k, g, False)
-    if needs & 18:
         # x27 = -x22 + -x25
         x27 = (-x22) + (-x25)
-    if needs & 10:
+    if needs & 2:
         # x33 = gram_dy(dAqk, x30; g, to, strict=True)
         x33 = _gram_dy(dAqk, x30, g, False)
+    if needs & 10:
         # x34 = beta * k
         x34 = beta[..., :, None] * k
+    if needs & 2:
         # x35 = gram_dy(x24, x34; g, to, strict=True)
         x35 = _gram_dy(x24, x34, g, False)
-        # x37 = x33 + -x35
-        x37 = x33 + (-x35)
-    if needs & 2:
-        # dk = ((x17 + (x27 * beta)) + (x11 * x30)) + x37
-        dk = ((x17 + (x27 * beta[..., :, None])) + (x11[..., :, None] * x30)) + x37
+        # dk = ((x17 + (x27 * beta)) + (x11 * x30)) + (x33 + -x35)
+        dk = ((x17 + (x27 * beta[..., :, None])) + (x11[..., :, None] * x30)) + (x33 + (-x35))
     if needs & 8:
-        # x47 = sum[from](((-(k * x37) + (x30 * (x3 + x10))) + -(x34 * (x22 + x25))))
-        x47 = _run((((-(k * x37)) + (x30 * (x3 + x10))) + (-(x34 * (x22 + x25)))), 'from')
-        # x53 = sum[before]((x17 * k))
-        x53 = _run((x17 * k), 'before')
-        # dg = (x47 + x50) + x53
-        dg = (x47 + x50[..., None, :]) + x53
+        # x39 = gram_gain(dAqk, x30, k; g, to, strict=True)
+        x39 = x30 * _gram_dx(dAqk, k, g, False)
+        # x40 = gram_loss(x24, x34, k; g, to, strict=True)
+        x40 = k * _gram_dy(x24, x34, g, False)
+        # x42 = gram_gain(x24, x34, k; g, to, strict=True)
+        x42 = x34 * _gram_dx(x24, k, g, False)
+        # x45 = gram_loss(dAqk, x30, k; g, to, strict=True)
+        x45 = k * _gram_dy(dAqk, x30, g, False)
+        # x52 = sum[from]((((x3 * x30) + (((x39 + x40) + -x42) + -x45)) + -(x22 * x34)))
+        x52 = _run((((x3 * x30) + (((x39 + x40) + (-x42)) + (-x45))) + (-(x22 * x34))), 'from')
+        # x58 = sum[before]((x17 * k))
+        x58 = _run((x17 * k), 'before')
+        # dg = (x52 + x55) + x58
+        dg = (x52 + x55[..., None, :]) + x58
     if needs & 16:
-        # x57 = sum_K((x27 * k))
-        x57 = (x27 * k).sum(-1)
-        # dbeta = x55 + x57
-        dbeta = x55 + x57
+        # x62 = sum_K((x27 * k))
+        x62 = (x27 * k).sum(-1)
+        # dbeta = x60 + x62
+        dbeta = x60 + x62
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 6dc1d0b1:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program f88164df:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
-_NAME = "rwkv7_6dc1d0b1"
+_NAME = "rwkv7_f88164df"
 
 
 #: What kernels are not compiled anew for.
@@ -899,10 +899,10 @@ def _backward_prepare(
         # KT = k * x24
         KT = k * x24
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x74 = sum[all](g)
-        x74 = tl.sum(g, 0)
-        # Gc = exp(x74)
-        Gc = tl.exp(x74)
+        # x78 = sum[all](g)
+        x78 = tl.sum(g, 0)
+        # Gc = exp(x78)
+        Gc = tl.exp(x78)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
         # x19 = sum[to](g)
         x19 = _sums(_keep_to(row), g, GATE_PARTS)
@@ -1014,14 +1014,14 @@ def _backward_scan(
         _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x88 = KT^T @ v
-        x88 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x102 = KT^T @ v
+        x102 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x90 = AT^T @ x6
-        x90 = _dot_fine(tl.trans(AT), x6, DOT, PRECISION, False, True)
+        # x104 = AT^T @ x6
+        x104 = _dot_fine(tl.trans(AT), x6, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x88) + x90
-        S_next = ((S * Gc[:, None]) + x88) + x90
+        # S_next = ((S * Gc) + x102) + x104
+        S_next = ((S * Gc[:, None]) + x102) + x104
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1111,15 +1111,15 @@ def _backward_reverse(
         x34 = (-x30) + x33
         _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x92 = W^T @ x34
-        x92 = _dot_fine(tl.trans(W), x34, DOT, PRECISION, False, True)
+        # x106 = W^T @ x34
+        x106 = _dot_fine(tl.trans(W), x34, DOT, PRECISION, False, True)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x95 = QL^T @ do
-        x95 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x109 = QL^T @ do
+        x109 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dS_prev = ((dS * Gc) + -x92) + x95
-        dS_prev = ((dS * Gc[:, None]) + (-x92)) + x95
+        # dS_prev = ((dS * Gc) + -x106) + x109
+        dS_prev = ((dS * Gc[:, None]) + (-x106)) + x109
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -1157,7 +1157,7 @@ def _backward_finish(
     x45_out,
     x52_out,
     x56_out,
-    x75_out,
+    x79_out,
     places_ptr,
     scale,
     T,
@@ -1252,10 +1252,10 @@ def _backward_finish(
         x51 += _dot_fine(x35, tl.trans(S), DOT, PRECISION, FINE, False)
         # x55 = x6 @ dS^T
         x55 += _dot_fine(x6, tl.trans(dS), DOT, PRECISION, FINE, False)
-        # x73 = dS * S
-        x73 = dS.to(tl.float32) * S.to(tl.float32)
-        # dGc = sum_V(x73)
-        dGc += tl.sum(x73, 1)
+        # x77 = dS * S
+        x77 = dS.to(tl.float32) * S.to(tl.float32)
+        # dGc = sum_V(x77)
+        dGc += tl.sum(x77, 1)
     _store_rows(dAqa_out + tile * C * C, dAqa, row, row, C, C, C, True)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(x36_out + tile * C * C, x36, row, row, C, C, C, True)
@@ -1282,9 +1282,9 @@ def _backward_finish(
     x56 = x55 * x24
     _store_rows(x56_out + tile * C * K, x56, row, col_k, K, C, K, K % BK == 0)
     Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-    # x75 = dGc * Gc
-    x75 = dGc * Gc
-    tl.store(x75_out + tile * K + col_k, x75, mask=col_k < K)
+    # x79 = dGc * Gc
+    x79 = dGc * Gc
+    tl.store(x79_out + tile * K + col_k, x79, mask=col_k < K)
 
 
 @_jit
@@ -1317,7 +1317,7 @@ def _backward_finish_1(
     x45_ptr,
     x52_ptr,
     x56_ptr,
-    x75_ptr,
+    x79_ptr,
     dq_out,
     dk_out,
     da_out,
@@ -1380,19 +1380,29 @@ def _backward_finish_1(
         b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        x16 = tl.zeros([C, BK, ], tl.float32)
+        x17 = tl.zeros([C, BK, ], tl.float32)
         a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         x39 = tl.zeros([C, BK, ], tl.float32)
         x50 = tl.zeros([C, BK, ], tl.float32)
-        x61 = tl.zeros([C, BK, ], tl.float32)
-        # x16 -= gram_dx(dAqa, b; g, to, strict=True)
-        # x16 -= gram_dx(dAqk, k; g, to, strict=True)
-        # x50 -= gram_dx(x45, b; g, before, strict=True)
-        # x50 -= gram_dx(x36, k; g, before, strict=True)
+        x62 = tl.zeros([C, BK, ], tl.float32)
+        x67 = tl.zeros([C, BK, ], tl.float32)
+        x95 = tl.zeros([C, BK, ], tl.float32)
+        # x17 = gram_dx(dAqa, b; g, to, strict=True)
+        # x17 += gram_dx(dAqk, k; g, to, strict=True)
         # x39 = gram_dy(dAqk, x26; g, to, strict=True)
         # x39 -= gram_dy(x36, a; g, before, strict=True)
-        # x61 -= gram_dy(dAqa, x26; g, to, strict=True)
-        # x61 = gram_dy(x45, a; g, before, strict=True)
+        # x50 -= gram_dx(x45, b; g, before, strict=True)
+        # x50 -= gram_dx(x36, k; g, before, strict=True)
+        # x62 = gram_dy(dAqa, x26; g, to, strict=True)
+        # x62 -= gram_dy(x45, a; g, before, strict=True)
+        # x67 -= gram_gain(x45, a, b; g, before, strict=True)
+        # x67 -= gram_gain(x36, a, k; g, before, strict=True)
+        # x95 -= gram_gain(dAqa, x26, b; g, to, strict=True)
+        # x95 += gram_loss(dAqk, x26, k; g, to, strict=True)
+        # x95 -= gram_loss(x45, a, b; g, before, strict=True)
+        # x95 -= gram_gain(dAqk, x26, k; g, to, strict=True)
+        # x95 += gram_loss(dAqa, x26, b; g, to, strict=True)
+        # x95 -= gram_loss(x36, a, k; g, before, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(b, C, BK)
         operand_1_16 = _blocks(k, C, BK)
@@ -1406,10 +1416,12 @@ def _backward_finish_1(
         cotangent_2_16 = _diagonal_blocks(cotangent_2, C)
         cotangent_3, cotangent_3_unit = _in_range(x45, TREE != DOT)
         cotangent_3_16 = _diagonal_blocks(cotangent_3, C)
-        x16_16 = _block_zeros(C, BK)
-        x50_16 = _block_zeros(C, BK)
+        x17_16 = _block_zeros(C, BK)
         x39_16 = _block_zeros(C, BK)
-        x61_16 = _block_zeros(C, BK)
+        x50_16 = _block_zeros(C, BK)
+        x62_16 = _block_zeros(C, BK)
+        x67_16 = _block_zeros(C, BK)
+        x95_16 = _block_zeros(C, BK)
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
@@ -1423,14 +1435,30 @@ def _backward_finish_1(
             cotangent_1_edge_16 = tl.where(edge_16, cotangent_1_16, 0.0).to(TREE)
             cotangent_2_edge_16 = tl.where(edge_16, cotangent_2_16, 0.0).to(TREE)
             cotangent_3_edge_16 = tl.where(edge_16, cotangent_3_16, 0.0).to(TREE)
-            x16_16 -= decay_16 * (cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION))
-            x16_16 -= decay_16 * (cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION))
-            x50_16 -= decay_before_16 * (cotangent_3_unit * _dot(cotangent_3_edge_16, right_0_16, TREE, PRECISION))
-            x50_16 -= decay_before_16 * (cotangent_2_unit * _dot(cotangent_2_edge_16, right_1_16, TREE, PRECISION))
-            x39_16 += decay_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-            x39_16 -= decay_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
-            x61_16 -= decay_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-            x61_16 += decay_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
+            made_0_16 = cotangent_0_unit * _dot(cotangent_0_edge_16, right_0_16, TREE, PRECISION)
+            x17_16 += decay_16 * made_0_16
+            x95_16 -= left_2_16.to(tl.float32) * made_0_16
+            made_1_16 = cotangent_1_unit * _dot(cotangent_1_edge_16, right_1_16, TREE, PRECISION)
+            x17_16 += decay_16 * made_1_16
+            x95_16 -= left_2_16.to(tl.float32) * made_1_16
+            made_2_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+            x39_16 += decay_16 * made_2_16
+            x95_16 += right_1_16.to(tl.float32) * made_2_16
+            made_3_16 = cotangent_2_unit * _dot(tl.permute(cotangent_2_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+            x39_16 -= decay_16 * made_3_16
+            x95_16 -= right_1_16.to(tl.float32) * made_3_16
+            made_4_16 = cotangent_3_unit * _dot(cotangent_3_edge_16, right_0_16, TREE, PRECISION)
+            x50_16 -= decay_before_16 * made_4_16
+            x67_16 -= left_3_16.to(tl.float32) * made_4_16
+            made_5_16 = cotangent_2_unit * _dot(cotangent_2_edge_16, right_1_16, TREE, PRECISION)
+            x50_16 -= decay_before_16 * made_5_16
+            x67_16 -= left_3_16.to(tl.float32) * made_5_16
+            made_6_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_edge_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+            x62_16 += decay_16 * made_6_16
+            x95_16 += right_0_16.to(tl.float32) * made_6_16
+            made_7_16 = cotangent_3_unit * _dot(tl.permute(cotangent_3_edge_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+            x62_16 -= decay_16 * made_7_16
+            x95_16 -= right_0_16.to(tl.float32) * made_7_16
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -1442,18 +1470,36 @@ def _backward_finish_1(
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
         left_2_16 = (operand_2_16 * decay_left_16).to(TREE)
         left_3_16 = (operand_3_16 * decay_before_left_16).to(TREE)
-        x16_16 -= decay_left_16 * (cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION))
-        x16_16 -= decay_left_16 * (cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION))
-        x50_16 -= decay_before_left_16 * (cotangent_3_unit * _dot(cotangent_3_16, right_0_16, TREE, PRECISION))
-        x50_16 -= decay_before_left_16 * (cotangent_2_unit * _dot(cotangent_2_16, right_1_16, TREE, PRECISION))
-        x39_16 += decay_right_16 * (cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-        x39_16 -= decay_right_16 * (cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
-        x61_16 -= decay_right_16 * (cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION))
-        x61_16 += decay_right_16 * (cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION))
-        x16 += tl.reshape(x16_16, [C, BK])
-        x50 += tl.reshape(x50_16, [C, BK])
+        made_0_16 = cotangent_0_unit * _dot(cotangent_0_16, right_0_16, TREE, PRECISION)
+        x17_16 += decay_left_16 * made_0_16
+        x95_16 -= left_2_16.to(tl.float32) * made_0_16
+        made_1_16 = cotangent_1_unit * _dot(cotangent_1_16, right_1_16, TREE, PRECISION)
+        x17_16 += decay_left_16 * made_1_16
+        x95_16 -= left_2_16.to(tl.float32) * made_1_16
+        made_2_16 = cotangent_1_unit * _dot(tl.permute(cotangent_1_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+        x39_16 += decay_right_16 * made_2_16
+        x95_16 += right_1_16.to(tl.float32) * made_2_16
+        made_3_16 = cotangent_2_unit * _dot(tl.permute(cotangent_2_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+        x39_16 -= decay_right_16 * made_3_16
+        x95_16 -= right_1_16.to(tl.float32) * made_3_16
+        made_4_16 = cotangent_3_unit * _dot(cotangent_3_16, right_0_16, TREE, PRECISION)
+        x50_16 -= decay_before_left_16 * made_4_16
+        x67_16 -= left_3_16.to(tl.float32) * made_4_16
+        made_5_16 = cotangent_2_unit * _dot(cotangent_2_16, right_1_16, TREE, PRECISION)
+        x50_16 -= decay_before_left_16 * made_5_16
+        x67_16 -= left_3_16.to(tl.float32) * made_5_16
+        made_6_16 = cotangent_0_unit * _dot(tl.permute(cotangent_0_16, (0, 2, 1)), left_2_16, TREE, PRECISION)
+        x62_16 += decay_right_16 * made_6_16
+        x95_16 += right_0_16.to(tl.float32) * made_6_16
+        made_7_16 = cotangent_3_unit * _dot(tl.permute(cotangent_3_16, (0, 2, 1)), left_3_16, TREE, PRECISION)
+        x62_16 -= decay_right_16 * made_7_16
+        x95_16 -= right_0_16.to(tl.float32) * made_7_16
+        x17 += tl.reshape(x17_16, [C, BK])
         x39 += tl.reshape(x39_16, [C, BK])
-        x61 += tl.reshape(x61_16, [C, BK])
+        x50 += tl.reshape(x50_16, [C, BK])
+        x62 += tl.reshape(x62_16, [C, BK])
+        x67 += tl.reshape(x67_16, [C, BK])
+        x95 += tl.reshape(x95_16, [C, BK])
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             decay_before = tl.exp(_sums(_reach(row, level, True), g, GATE_PARTS))
@@ -1466,14 +1512,30 @@ def _backward_finish_1(
             cotangent_1_edge = tl.where(edge, cotangent_1, 0.0).to(TREE)
             cotangent_2_edge = tl.where(edge, cotangent_2, 0.0).to(TREE)
             cotangent_3_edge = tl.where(edge, cotangent_3, 0.0).to(TREE)
-            x16 -= decay * (cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION))
-            x16 -= decay * (cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION))
-            x50 -= decay_before * (cotangent_3_unit * _dot(cotangent_3_edge, right_0, TREE, PRECISION))
-            x50 -= decay_before * (cotangent_2_unit * _dot(cotangent_2_edge, right_1, TREE, PRECISION))
-            x39 += decay * (cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION))
-            x39 -= decay * (cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION))
-            x61 -= decay * (cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION))
-            x61 += decay * (cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0_edge, right_0, TREE, PRECISION)
+            x17 += decay * made_0
+            x95 -= left_2.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1_edge, right_1, TREE, PRECISION)
+            x17 += decay * made_1
+            x95 -= left_2.to(tl.float32) * made_1
+            made_2 = cotangent_1_unit * _dot(tl.trans(cotangent_1_edge), left_2, TREE, PRECISION)
+            x39 += decay * made_2
+            x95 += right_1.to(tl.float32) * made_2
+            made_3 = cotangent_2_unit * _dot(tl.trans(cotangent_2_edge), left_3, TREE, PRECISION)
+            x39 -= decay * made_3
+            x95 -= right_1.to(tl.float32) * made_3
+            made_4 = cotangent_3_unit * _dot(cotangent_3_edge, right_0, TREE, PRECISION)
+            x50 -= decay_before * made_4
+            x67 -= left_3.to(tl.float32) * made_4
+            made_5 = cotangent_2_unit * _dot(cotangent_2_edge, right_1, TREE, PRECISION)
+            x50 -= decay_before * made_5
+            x67 -= left_3.to(tl.float32) * made_5
+            made_6 = cotangent_0_unit * _dot(tl.trans(cotangent_0_edge), left_2, TREE, PRECISION)
+            x62 += decay * made_6
+            x95 += right_0.to(tl.float32) * made_6
+            made_7 = cotangent_3_unit * _dot(tl.trans(cotangent_3_edge), left_3, TREE, PRECISION)
+            x62 -= decay * made_7
+            x95 -= right_0.to(tl.float32) * made_7
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
@@ -1485,17 +1547,33 @@ def _backward_finish_1(
             right_1 = (k * decay_right).to(TREE)
             left_2 = (x26 * decay_left).to(TREE)
             left_3 = (a * decay_before_left).to(TREE)
-            x16 -= decay_left * (cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION))
-            x16 -= decay_left * (cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION))
-            x50 -= decay_before_left * (cotangent_3_unit * _dot(cotangent_3, right_0, TREE, PRECISION))
-            x50 -= decay_before_left * (cotangent_2_unit * _dot(cotangent_2, right_1, TREE, PRECISION))
-            x39 += decay_right * (cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION))
-            x39 -= decay_right * (cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION))
-            x61 -= decay_right * (cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION))
-            x61 += decay_right * (cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION))
+            made_0 = cotangent_0_unit * _dot(cotangent_0, right_0, TREE, PRECISION)
+            x17 += decay_left * made_0
+            x95 -= left_2.to(tl.float32) * made_0
+            made_1 = cotangent_1_unit * _dot(cotangent_1, right_1, TREE, PRECISION)
+            x17 += decay_left * made_1
+            x95 -= left_2.to(tl.float32) * made_1
+            made_2 = cotangent_1_unit * _dot(tl.trans(cotangent_1), left_2, TREE, PRECISION)
+            x39 += decay_right * made_2
+            x95 += right_1.to(tl.float32) * made_2
+            made_3 = cotangent_2_unit * _dot(tl.trans(cotangent_2), left_3, TREE, PRECISION)
+            x39 -= decay_right * made_3
+            x95 -= right_1.to(tl.float32) * made_3
+            made_4 = cotangent_3_unit * _dot(cotangent_3, right_0, TREE, PRECISION)
+            x50 -= decay_before_left * made_4
+            x67 -= left_3.to(tl.float32) * made_4
+            made_5 = cotangent_2_unit * _dot(cotangent_2, right_1, TREE, PRECISION)
+            x50 -= decay_before_left * made_5
+            x67 -= left_3.to(tl.float32) * made_5
+            made_6 = cotangent_0_unit * _dot(tl.trans(cotangent_0), left_2, TREE, PRECISION)
+            x62 += decay_right * made_6
+            x95 += right_0.to(tl.float32) * made_6
+            made_7 = cotangent_3_unit * _dot(tl.trans(cotangent_3), left_3, TREE, PRECISION)
+            x62 -= decay_right * made_7
+            x95 -= right_0.to(tl.float32) * made_7
         x21 = _load_rows(x21_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dq = ((((x7 * b) + (x9 * k)) + -x16) + x21) * scale
-        dq = ((((x7[:, None] * b) + (x9[:, None] * k)) + (-x16)) + x21) * scale
+        # dq = ((((x7 * b) + (x9 * k)) + x17) + x21) * scale
+        dq = ((((x7[:, None] * b) + (x9[:, None] * k)) + x17) + x21) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, rows, K, K % BK == 0)
         x25 = _load_rows(x25_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1509,19 +1587,19 @@ def _backward_finish_1(
         if NEED & 8:
             _store_rows(da_out + ((batch * T + start) * HV + head_v) * K, da, row, col_k, HV * K, rows, K, K % BK == 0)
         x56 = _load_rows(x56_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # db = ((x7 * x26) + x56) + -x61
-        db = ((x7[:, None] * x26) + x56) + (-x61)
+        # db = ((x7 * x26) + x56) + x62
+        db = ((x7[:, None] * x26) + x56) + x62
         if NEED & 16:
             _store_rows(db_out + ((batch * T + start) * HV + head_v) * K, db, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x67 = sum[after](-(a * (x52 + -x50)))
-        x67 = _running_after((-(a * (x52 + (-x50)))), row, EXACT)
-        # x71 = sum[before](((x25 * k) + (x56 * b)))
-        x71 = _running_before(((x25 * k) + (x56 * b)), row, EXACT)
-        # x85 = sum[from]((((x26 * (x16 + -x21)) + (k * x39)) + -(b * x61)))
-        x85 = _running_from((((x26 * (x16 + (-x21))) + (k * x39)) + (-(b * x61))), row, EXACT)
-        x75 = tl.load(x75_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dg = ((x67 + x71) + x75) + -x85
-        dg = ((x67 + x71) + x75[None, :]) + (-x85)
+        # x71 = sum[after]((x67 + -(x52 * a)))
+        x71 = _running_after((x67 + (-(x52 * a))), row, EXACT)
+        # x75 = sum[before](((x25 * k) + (x56 * b)))
+        x75 = _running_before(((x25 * k) + (x56 * b)), row, EXACT)
+        # x99 = sum[from]((x95 + -(x21 * x26)))
+        x99 = _running_from((x95 + (-(x21 * x26))), row, EXACT)
+        x79 = tl.load(x79_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dg = ((x71 + x75) + x79) + -x99
+        dg = ((x71 + x75) + x79[None, :]) + (-x99)
         if NEED & 32:
             _store_rows(dg_out + ((batch * T + start) * HV + head_v) * K, dg, row, col_k, HV * K, rows, K, K % BK == 0)
 
@@ -2029,7 +2107,7 @@ def _backward_triton(
             x45 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             x52 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             x56 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x75 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x79 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -2054,7 +2132,7 @@ def _backward_triton(
                 x45,
                 x52,
                 x56,
-                x75,
+                x79,
                 chunks if packed else none,
                 scale,
                 T,
@@ -2084,7 +2162,7 @@ def _backward_triton(
                 x45,
                 x52,
                 x56,
-                x75,
+                x79,
                 dq,
                 dk,
                 da,
@@ -2460,10 +2538,10 @@ def _backward_rows(
     if needs & 61:
         # KT = k * x24
         KT = k * x24
-    # x74 = sum[all](g)
-    x74 = g.sum(-2)
-    # Gc = exp(x74)
-    Gc = torch.exp(x74)
+    # x78 = sum[all](g)
+    x78 = g.sum(-2)
+    # Gc = exp(x78)
+    Gc = torch.exp(x78)
     if needs & 126:
         # x26 = scale * q
         x26 = scale * q
@@ -2500,12 +2578,12 @@ def _backward_rows(
             x5 = W_here @ S
             # x6 = U + x5
             x6 = U_here + x5
-            # x88 = KT^T @ v
-            x88 = KT_here.mT @ v_here
-            # x90 = AT^T @ x6
-            x90 = AT_here.mT @ x6
-            # S_next = ((S * Gc) + x88) + x90
-            S_next = ((S * Gc_here[..., :, None]) + x88) + x90
+            # x102 = KT^T @ v
+            x102 = KT_here.mT @ v_here
+            # x104 = AT^T @ x6
+            x104 = AT_here.mT @ x6
+            # S_next = ((S * Gc) + x102) + x104
+            S_next = ((S * Gc_here[..., :, None]) + x102) + x104
             x6_all.append(x6)
             S = S_next
         end_S = S
@@ -2527,12 +2605,12 @@ def _backward_rows(
             x30 = AT_here @ dS
             # x34 = -x30 + x33
             x34 = (-x30) + x33_here
-            # x92 = W^T @ x34
-            x92 = W_here.mT @ x34
-            # x95 = QL^T @ do
-            x95 = QL_here.mT @ do_here
-            # dS_prev = ((dS * Gc) + -x92) + x95
-            dS_prev = ((dS * Gc_here[..., :, None]) + (-x92)) + x95
+            # x106 = W^T @ x34
+            x106 = W_here.mT @ x34
+            # x109 = QL^T @ do
+            x109 = QL_here.mT @ do_here
+            # dS_prev = ((dS * Gc) + -x106) + x109
+            dS_prev = ((dS * Gc_here[..., :, None]) + (-x106)) + x109
             x34_all.append(x34)
             dS = dS_prev
         end_dS = dS
@@ -2578,10 +2656,10 @@ def _backward_rows(
         # x55 = x6 @ dS^T
         x55 = x6 @ dS.mT
     if needs & 32:
-        # x73 = dS * S
-        x73 = dS * S
-        # dGc = sum_V(x73)
-        dGc = x73.sum(-1)
+        # x77 = dS * S
+        x77 = dS * S
+        # dGc = sum_V(x77)
+        dGc = x77.sum(-1)
     if needs & 33:
         # x21 = dQL * x20
         x21 = dQL * x20
@@ -2595,63 +2673,67 @@ def _backward_rows(
         # x56 = x55 * x24
         x56 = x55 * x24
     if needs & 32:
-        # x75 = dGc * Gc
-        x75 = dGc * Gc
+        # x79 = dGc * Gc
+        x79 = dGc * Gc
     if needs & 17:
         # x7 = diagonal(dAqa)
         x7 = dAqa.diagonal(dim1=-2, dim2=-1)
     if needs & 3:
         # x9 = diagonal(dAqk)
         x9 = dAqk.diagonal(dim1=-2, dim2=-1)
-    if needs & 33:
+    if needs & 1:
         # x12 = gram_dx(dAqa, b; g, to, strict=True)
         x12 = _gram_dx(dAqa, b, g, False)
         # x14 = gram_dx(dAqk, k; g, to, strict=True)
         x14 = _gram_dx(dAqk, k, g, False)
-        # x16 = -x12 + -x14
-        x16 = (-x12) + (-x14)
-    if needs & 1:
-        # dq = ((((x7 * b) + (x9 * k)) + -x16) + x21) * scale
-        dq = ((((x7[..., :, None] * b) + (x9[..., :, None] * k)) + (-x16)) + x21) * scale
-    if needs & 34:
+        # dq = ((((x7 * b) + (x9 * k)) + -(-x12 + -x14)) + x21) * scale
+        dq = ((((x7[..., :, None] * b) + (x9[..., :, None] * k)) + (-((-x12) + (-x14)))) + x21) * scale
+    if needs & 2:
         # x29 = gram_dy(dAqk, x26; g, to, strict=True)
         x29 = _gram_dy(dAqk, x26, g, False)
         # x37 = gram_dy(x36, a; g, before, strict=True)
         x37 = _gram_dy(x36, a, g, True)
-        # x39 = x29 + -x37
-        x39 = x29 + (-x37)
-    if needs & 2:
-        # dk = (x25 + (x9 * x26)) + x39
-        dk = (x25 + (x9[..., :, None] * x26)) + x39
-    if needs & 40:
+        # dk = (x25 + (x9 * x26)) + (x29 + -x37)
+        dk = (x25 + (x9[..., :, None] * x26)) + (x29 + (-x37))
+    if needs & 8:
         # x46 = gram_dx(x45, b; g, before, strict=True)
         x46 = _gram_dx(x45, b, g, True)
         # x48 = gram_dx(x36, k; g, before, strict=True)
         x48 = _gram_dx(x36, k, g, True)
-        # x50 = -x46 + -x48
-        x50 = (-x46) + (-x48)
-    if needs & 8:
-        # da = x50 + -x52
-        da = x50 + (-x52)
-    if needs & 48:
+        # da = (-x46 + -x48) + -x52
+        da = ((-x46) + (-x48)) + (-x52)
+    if needs & 16:
         # x58 = gram_dy(dAqa, x26; g, to, strict=True)
         x58 = _gram_dy(dAqa, x26, g, False)
         # x60 = gram_dy(x45, a; g, before, strict=True)
         x60 = _gram_dy(x45, a, g, True)
-        # x61 = -x58 + x60
-        x61 = (-x58) + x60
-    if needs & 16:
-        # db = ((x7 * x26) + x56) + -x61
-        db = ((x7[..., :, None] * x26) + x56) + (-x61)
+        # db = ((x7 * x26) + x56) + -(-x58 + x60)
+        db = ((x7[..., :, None] * x26) + x56) + (-((-x58) + x60))
     if needs & 32:
-        # x67 = sum[after](-(a * (x52 + -x50)))
-        x67 = _run((-(a * (x52 + (-x50)))), 'after')
-        # x71 = sum[before](((x25 * k) + (x56 * b)))
-        x71 = _run(((x25 * k) + (x56 * b)), 'before')
-        # x85 = sum[from]((((x26 * (x16 + -x21)) + (k * x39)) + -(b * x61)))
-        x85 = _run((((x26 * (x16 + (-x21))) + (k * x39)) + (-(b * x61))), 'from')
-        # dg = ((x67 + x71) + x75) + -x85
-        dg = ((x67 + x71) + x75[..., None, :]) + (-x85)
+        # x63 = gram_gain(x45, a, b; g, before, strict=True)
+        x63 = a * _gram_dx(x45, b, g, True)
+        # x65 = gram_gain(x36, a, k; g, before, strict=True)
+        x65 = a * _gram_dx(x36, k, g, True)
+        # x71 = sum[after](((-x63 + -x65) + -(x52 * a)))
+        x71 = _run((((-x63) + (-x65)) + (-(x52 * a))), 'after')
+        # x75 = sum[before](((x25 * k) + (x56 * b)))
+        x75 = _run(((x25 * k) + (x56 * b)), 'before')
+        # x81 = gram_gain(dAqa, x26, b; g, to, strict=True)
+        x81 = x26 * _gram_dx(dAqa, b, g, False)
+        # x83 = gram_loss(dAqk, x26, k; g, to, strict=True)
+        x83 = k * _gram_dy(dAqk, x26, g, False)
+        # x85 = gram_loss(x45, a, b; g, before, strict=True)
+        x85 = b * _gram_dy(x45, a, g, True)
+        # x88 = gram_gain(dAqk, x26, k; g, to, strict=True)
+        x88 = x26 * _gram_dx(dAqk, k, g, False)
+        # x91 = gram_loss(dAqa, x26, b; g, to, strict=True)
+        x91 = b * _gram_dy(dAqa, x26, g, False)
+        # x93 = gram_loss(x36, a, k; g, before, strict=True)
+        x93 = k * _gram_dy(x36, a, g, True)
+        # x99 = sum[from](((((((-x81 + x83) + -x85) + -x88) + x91) + -x93) + -(x21 * x26)))
+        x99 = _run((((((((-x81) + x83) + (-x85)) + (-x88)) + x91) + (-x93)) + (-(x21 * x26))), 'from')
+        # dg = ((x71 + x75) + x79) + -x99
+        dg = ((x71 + x75) + x79[..., None, :]) + (-x99)
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program 457df4a2:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program 6d9047b8:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla", "simple_gla_step"]
 
-_NAME = "simple_gla_457df4a2"
+_NAME = "simple_gla_6d9047b8"
 
 
 #: What kernels are not compiled anew for.
@@ -624,10 +624,10 @@ def _backward_prepare(
     x11 = _sums_of_numbers(_keep_after(row), g)
     # x12 = exp(x11)
     x12 = tl.exp(x11)
-    # x37 = sum[all](g)
-    x37 = tl.sum(g, 0)
-    # Gc = exp(x37)
-    Gc = tl.exp(x37)
+    # x39 = sum[all](g)
+    x39 = tl.sum(g, 0)
+    # Gc = exp(x39)
+    Gc = tl.exp(x39)
     tl.store(Gc_out + tile, Gc)
     # x7 = sum[to](g)
     x7 = _sums_of_numbers(_keep_to(row), g)
@@ -720,11 +720,11 @@ def _backward_scan(
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x40 = KT^T @ v
-        x40 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x42 = KT^T @ v
+        x42 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = (S * Gc) + x40
-        S_next = (S * Gc) + x40
+        # S_next = (S * Gc) + x42
+        S_next = (S * Gc) + x42
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -804,11 +804,11 @@ def _backward_reverse(
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x42 = QL^T @ do
-        x42 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        # x44 = QL^T @ do
+        x44 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = (dS * Gc) + x42
-        dS_prev = (dS * Gc) + x42
+        # dS_prev = (dS * Gc) + x44
+        dS_prev = (dS * Gc) + x44
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -832,7 +832,7 @@ def _backward_finish(
     dQL_out,
     dKT_out,
     dv_out,
-    x36_out,
+    x38_out,
     places_ptr,
     scale,
     T,
@@ -880,7 +880,7 @@ def _backward_finish(
     dKT = tl.zeros([C, BK, ], tl.float32)
     KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-    x36 = tl.zeros([BK, ], tl.float32)
+    x38 = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -902,14 +902,14 @@ def _backward_finish(
         dv = x18 + x19
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
-        # x35 = dS * S
-        x35 = dS.to(tl.float32) * S.to(tl.float32)
-        # x36 = sum_V(x35)
-        x36 += tl.sum(x35, 1)
+        # x37 = dS * S
+        x37 = dS.to(tl.float32) * S.to(tl.float32)
+        # x38 = sum_V(x37)
+        x38 += tl.sum(x37, 1)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x36_out + tile * K + col_k, x36, mask=col_k < K)
+    tl.store(x38_out + tile * K + col_k, x38, mask=col_k < K)
 
 
 @_jit
@@ -929,7 +929,7 @@ def _backward_finish_1(
     q_stride_b,
     q_stride_t,
     q_stride_h,
-    x36_ptr,
+    x38_ptr,
     Gc_ptr,
     dq_out,
     dk_out,
@@ -990,9 +990,9 @@ def _backward_finish_1(
     x11 = _sums_of_numbers(_keep_after(row), g)
     # x12 = exp(x11)
     x12 = tl.exp(x11)
-    x24 = tl.zeros([C, ], tl.float32)
     x26 = tl.zeros([C, ], tl.float32)
-    x31 = tl.zeros([C, ], tl.float32)
+    x28 = tl.zeros([C, ], tl.float32)
+    x33 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -1015,22 +1015,22 @@ def _backward_finish_1(
         dk = (dKT * x12[:, None]) + (x15 + (x4[:, None] * x14))
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x24 = sum_K(((x14 * x3) + -(k * x15)))
-        x24 += tl.sum(((x14 * x3) + (-(k * x15))), 1)
-        # x26 = sum_K((dQL * x14))
-        x26 += tl.sum((dQL * x14), 1)
-        # x31 = sum_K((dKT * k))
-        x31 += tl.sum((dKT * k), 1)
-        x36 = tl.load(x36_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x36)
-        dGc += tl.sum(x36, 0)
-    # x29 = sum[from]((x24 + (x26 * x8)))
-    x29 = _sums_of_numbers(_keep_from(row), (x24 + (x26 * x8)))
-    # x33 = sum[before]((x31 * x12))
-    x33 = _sums_of_numbers(_keep_before(row), (x31 * x12))
+        # x26 = sum_K(((taken(x14) * x3) + -(taken(k) * x15)))
+        x26 += tl.sum(((x14.to(DOT).to(tl.float32) * x3) + (-(k.to(DOT).to(tl.float32) * x15))), 1)
+        # x28 = sum_K((dQL * x14))
+        x28 += tl.sum((dQL * x14), 1)
+        # x33 = sum_K((dKT * k))
+        x33 += tl.sum((dKT * k), 1)
+        x38 = tl.load(x38_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x38)
+        dGc += tl.sum(x38, 0)
+    # x31 = sum[from]((x26 + (x28 * x8)))
+    x31 = _sums_of_numbers(_keep_from(row), (x26 + (x28 * x8)))
+    # x35 = sum[before]((x33 * x12))
+    x35 = _sums_of_numbers(_keep_before(row), (x33 * x12))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x29 + x33) + (dGc * Gc)
-    dg = (x29 + x33) + (dGc * Gc)
+    # dg = (x31 + x35) + (dGc * Gc)
+    dg = (x31 + x35) + (dGc * Gc)
     if NEED & 8:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
 
@@ -1457,7 +1457,7 @@ def _backward_triton(
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x36 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x38 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1471,7 +1471,7 @@ def _backward_triton(
                 dQL,
                 dKT,
                 dv,
-                x36,
+                x38,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1494,7 +1494,7 @@ def _backward_triton(
                 dQL,
                 dKT,
                 *_strided(q),
-                x36,
+                x38,
                 Gc,
                 dq,
                 dk,
@@ -1817,10 +1817,10 @@ def _backward_rows(
         x11 = _run(g[..., None], 'after')[..., 0]
         # x12 = exp(x11)
         x12 = torch.exp(x11)
-    # x37 = sum[all](g)
-    x37 = g.sum(-1)
-    # Gc = exp(x37)
-    Gc = torch.exp(x37)
+    # x39 = sum[all](g)
+    x39 = g.sum(-1)
+    # Gc = exp(x39)
+    Gc = torch.exp(x39)
     # x7 = sum[to](g)
     x7 = _run(g[..., None], 'to')[..., 0]
     # x8 = exp(x7)
@@ -1841,10 +1841,10 @@ def _backward_rows(
             KT_here = KT[:, chunk]
             v_here = v[:, chunk]
             kept_S_all.append(S)
-            # x40 = KT^T @ v
-            x40 = KT_here.mT @ v_here
-            # S_next = (S * Gc) + x40
-            S_next = (S * Gc_here[..., None, None]) + x40
+            # x42 = KT^T @ v
+            x42 = KT_here.mT @ v_here
+            # S_next = (S * Gc) + x42
+            S_next = (S * Gc_here[..., None, None]) + x42
             S = S_next
         end_S = S
         S = _stack(kept_S_all, v, NT, K, dtype)
@@ -1856,10 +1856,10 @@ def _backward_rows(
             QL_here = QL[:, chunk]
             do_here = do[:, chunk]
             kept_dS_all.append(dS)
-            # x42 = QL^T @ do
-            x42 = QL_here.mT @ do_here
-            # dS_prev = (dS * Gc) + x42
-            dS_prev = (dS * Gc_here[..., None, None]) + x42
+            # x44 = QL^T @ do
+            x44 = QL_here.mT @ do_here
+            # dS_prev = (dS * Gc) + x44
+            dS_prev = (dS * Gc_here[..., None, None]) + x44
             dS = dS_prev
         end_dS = dS
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
@@ -1880,10 +1880,10 @@ def _backward_rows(
         # dv = x18 + x19
         dv = x18 + x19
     if needs & 8:
-        # x35 = dS * S
-        x35 = dS * S
-        # x36 = sum_V(x35)
-        x36 = x35.sum(-1)
+        # x37 = dS * S
+        x37 = dS * S
+        # x38 = sum_V(x37)
+        x38 = x37.sum(-1)
     if needs & 11:
         # x = pair(g, to, strict=True)
         x = _pairs_of(g, False, True)
@@ -1905,20 +1905,20 @@ def _backward_rows(
         # dk = (dKT * x12) + (x15 + (x4 * x14))
         dk = (dKT * x12[..., :, None]) + (x15 + (x4[..., :, None] * x14))
     if needs & 8:
-        # x24 = sum_K(((x14 * x3) + -(k * x15)))
-        x24 = ((x14 * x3) + (-(k * x15))).sum(-1)
-        # x26 = sum_K((dQL * x14))
-        x26 = (dQL * x14).sum(-1)
-        # x31 = sum_K((dKT * k))
-        x31 = (dKT * k).sum(-1)
-        # dGc = sum_K(x36)
-        dGc = x36.sum(-1)
-        # x29 = sum[from]((x24 + (x26 * x8)))
-        x29 = _run((x24 + (x26 * x8))[..., None], 'from')[..., 0]
-        # x33 = sum[before]((x31 * x12))
-        x33 = _run((x31 * x12)[..., None], 'before')[..., 0]
-        # dg = (x29 + x33) + (dGc * Gc)
-        dg = (x29 + x33) + (dGc * Gc)[..., None]
+        # x26 = sum_K(((taken(x14) * x3) + -(taken(k) * x15)))
+        x26 = ((x14 * x3) + (-(k * x15))).sum(-1)
+        # x28 = sum_K((dQL * x14))
+        x28 = (dQL * x14).sum(-1)
+        # x33 = sum_K((dKT * k))
+        x33 = (dKT * k).sum(-1)
+        # dGc = sum_K(x38)
+        dGc = x38.sum(-1)
+        # x31 = sum[from]((x26 + (x28 * x8)))
+        x31 = _run((x26 + (x28 * x8))[..., None], 'from')[..., 0]
+        # x35 = sum[before]((x33 * x12))
+        x35 = _run((x33 * x12)[..., None], 'before')[..., 0]
+        # dg = (x31 + x35) + (dGc * Gc)
+        dg = (x31 + x35) + (dGc * Gc)[..., None]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),

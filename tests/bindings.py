@@ -386,7 +386,7 @@ def draw(seed: int) -> Drawn:
         "absorb-gate": absorbed,
         "head-decay": not decay.axes and decay_kind != "one",
         "no-decay": decay_kind == "one",
-        "row-scale": rows and decay_kind != "one",
+        "row-scale": rows,
     }
     streams = {"decay": decay, "a": a, "b": b, "k": k, "v": drawer.value_stream(), "q": drawn_q}
     leaves = [n for n in topological(streams.values()) if n.op == "input"]

@@ -178,7 +178,7 @@ EXPECTED = {
     "dplr": set(),
     "dplr_absorbed": {"absorb-gate"},
     "gdn2_clipped": {"row-scale"},
-    "delta": {"absorb-solve", "merge-products", "no-decay"},
+    "delta": {"absorb-solve", "merge-products", "row-scale", "no-decay"},
     "simple_gla": {"no-erase", "head-decay"},
     "gla": {"no-erase"},
     "gdn2": {"absorb-solve", "merge-products"},
