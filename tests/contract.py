@@ -95,7 +95,12 @@ def strong_gates(name: str, place: Place) -> list[str]:
     """Constant decays around and beyond what a factored form survives, and mixtures of none and all."""
     if not asks(strong_gates, name):
         return []
-    T, failures = place.length(130), []
+    return [line for label, given in strong_gate_calls(name, place) for line in judged(name, place, label, given)]
+
+
+def strong_gate_calls(name: str, place: Place) -> Iterator[tuple[str, tuple]]:
+    """(what the gates are, inputs)."""
+    T = place.length(130)
     generator = torch.Generator().manual_seed(1)
     shape = place.inputs(name, T)[0][names(name).index("g")].shape
     lot = torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -106,9 +111,7 @@ def strong_gates(name: str, place: Place) -> list[str]:
     gates["-1e4 at times"] = torch.where(lot < 0.05, -1e4, -0.1)
     for label, g in gates.items():
         # The strong law of the inputs: an erase vector that the decay has not made huge.
-        given = filled(name, place.inputs(name, T, regime="strong", seed=2), g=g)
-        failures += judged(name, place, f"g = {label}", given)
-    return failures
+        yield f"g = {label}", filled(name, place.inputs(name, T, regime="strong", seed=2), g=g)
 
 
 def growing_gates(name: str, place: Place) -> list[str]:
