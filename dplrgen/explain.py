@@ -160,7 +160,7 @@ def _walks(nodes: Sequence[Node], sizes: Sizes) -> Iterator[Work]:
         below = max((depth.get(a, 0) for a in n.args), default=0)
         depth[n] = below + (n.op in TREE)
         if n.op in TREE:
-            walk = (n.args[2], below)
+            walk = (n.args[-1], below)
             walks[walk] = walks.get(walk, False) or n.attr("left") == "before"
     for (log_decay, _), before in walks.items():
         times = (2 if before else 1) * _parts(log_decay)

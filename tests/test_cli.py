@@ -481,17 +481,21 @@ def test_verify_fails_beyond_the_bounds(
 # doctor
 
 H200 = ("NVIDIA H200", (9, 0))
+PTXAS = "known fault: Triton before 3.9"
 
 
 @pytest.mark.parametrize(
     ("here", "lines"),
     [
-        (("3.12.4", "2.11.0+cu130", "3.6.0", (H200,)), ["tested on NVIDIA H200", "known fault: Triton 3.4 to 3.7.0"]),
+        (
+            ("3.12.4", "2.11.0+cu130", "3.6.0", (H200,)),
+            ["tested on NVIDIA H200", "known fault: Triton 3.4 to 3.7.0", PTXAS],
+        ),
         (("3.11.9", "2.13.0+cpu", "3.7.1", ()), ["tested on CPU"]),
-        (("3.11.9", "2.13.0", "3.7.1", (H200,)), ["tested on CPU", "untried GPU for this set: NVIDIA H200"]),
+        (("3.11.9", "2.13.0", "3.7.1", (H200,)), ["tested on CPU", "untried GPU for this set: NVIDIA H200", PTXAS]),
         (("3.11.9", "2.13.0+cpu", "3.9.0", ()), ["tested on CPU", "known fault: Triton 3.9.0"]),
         (("3.13.0", "2.13.0+cpu", "3.9.1", ()), ["untried together"]),
-        (("3.12.0", "2.12.0", "3.7.0", (H200,)), ["untried together", "known fault: Triton 3.4 to 3.7.0"]),
+        (("3.12.0", "2.12.0", "3.7.0", (H200,)), ["untried together", "known fault: Triton 3.4 to 3.7.0", PTXAS]),
         (("3.12.0", "2.12.0", "3.7.0", (("NVIDIA A100", (8, 0)),)), ["untried together"]),
         (("3.10.0", "2.9.1", "3.5", ()), ["untried together", "too old: torch 2.9.1", "too old: triton 3.5"]),
         (("3.11.0", "2.13.0", None, ()), ["untried together"]),
