@@ -161,8 +161,8 @@ def _gram(n: Node, d: Node) -> Sequence[Node | None]:
     """The decay of a pair (i, j) is a sum of g over j+1..i (i-1): what row i gains and column j loses, summed back.
 
     A pair that lies beyond a token is in both sums and cancels there, so both shares are formed from the factors as the
-    products take them. The diagonal has no decay; left in, its two equal shares would cancel in the
-    gate's gradient with a rounding error.
+    products take them. The diagonal has no decay; left in, its two equal shares would cancel in the gate's gradient
+    with a rounding error.
     """
     x, y, g = n.args
     attrs = dict(n.attrs) | {"strict": True}

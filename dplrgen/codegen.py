@@ -228,12 +228,8 @@ def _torch_valid(n: Node, args: list[str]) -> str:
 
 def _torch_share(n: Node, args: list[str]) -> str:
     d, x, y, g = args
-    before = n.attr("left") == "before"
-    return (
-        f"({x} * _gram_dx({d}, {y}, {g}, {before}))"
-        if n.op == "gram_gain"
-        else f"({y} * _gram_dy({d}, {x}, {g}, {before}))"
-    )
+    own, other, kind = (x, y, "_gram_dx") if n.op == "gram_gain" else (y, x, "_gram_dy")
+    return f"({own} * {kind}({d}, {other}, {g}, {n.attr('left') == 'before'}))"
 
 
 def _torch_gram(n: Node, args: list[str]) -> str:

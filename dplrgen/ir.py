@@ -374,7 +374,7 @@ _elementwise("sqrt", 1, "sqrt({0})", "torch.sqrt({0})", "tl.sqrt({0})", math.sqr
 _elementwise(
     "sigmoid", 1, "sigmoid({0})", "torch.sigmoid({0})", "tl.sigmoid({0})", lambda x: 1.0 / (1.0 + math.exp(-x))
 )
-# A value as a product takes it, rounded: the same value everywhere but in Triton.
+# A value as a bfloat16 product takes it, rounded; elsewhere the same value (what TF32 cuts off is left out).
 _elementwise("taken", 1, "taken({0})", "{0}", "{0}.to(DOT).to(tl.float32)", lambda x: x)
 # 1 where `minimum` takes its first operand. Ties, and 8 eps of the computing dtype around them, go to the first, so a
 # bound that is met exactly (GDN2's clip at |k| = 1) leaves the gradient with the value that it bounds.

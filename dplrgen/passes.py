@@ -310,8 +310,9 @@ _SIGNED: dict[str, tuple[int, ...]] = {
     "gram": (0, 1),
     "gram_dx": (0, 1),
     "gram_dy": (0, 1),
+    "gram_gain": (0, 1, 2),
+    "gram_loss": (0, 1, 2),
 }
-_SIGNED |= {"gram_gain": (0, 1, 2), "gram_loss": (0, 1, 2)}
 
 
 @rule("signs", "a sign moves outward: -(-x) = x, (-x) y = -(x y), x @ (-y) = -(x @ y)")

@@ -92,6 +92,7 @@ _RESERVED = frozenset(
         "streams",
         "tensors",
         "factor",
+        "second",
         "col_k",
         "col_v",
         "in_c",
@@ -106,7 +107,7 @@ _RESERVED = frozenset(
 )
 #: Names that the generated code makes from others.
 _MADE = re.compile(
-    r".*_(ptr|out|here|all|16|edge|stride_[bthc])|(kept|end|left|right|operand|cotangent|decay|saved)_.*"
+    r".*_(ptr|out|here|all|16|edge|stride_[bthc])|(kept|end|left|right|operand|cotangent|made|decay|saved)_.*"
 )
 
 

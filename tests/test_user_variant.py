@@ -23,6 +23,7 @@ import dplrgen
 from dplrgen import Variant, codegen, compile_hook
 from dplrgen.errors import BindingError, IRError
 from dplrgen.ir import Node, const, dot, exp, gate, key, leaf, node, norm, param, safe_div, sigmoid, value
+from dplrgen.variants import VARIANTS
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -205,7 +206,7 @@ def accepted(name: str) -> bool:
 def free_names(wanted: Callable[[str], bool]) -> list[str]:
     """What a file's functions name, and what they would name for an input, as far as an input may be called that."""
     found = {f"d{name}" for name in ("q", "k", "v", "g", "beta", "beta_ptr")} | set(dir(builtins)) - set(keyword.kwlist)
-    for variant in (mine(), declared(["first", "second"])):
+    for variant in (mine(), declared(["first", "other"]), VARIANTS["kda"]):
         found |= names_in(codegen.render(variant), wanted)
     found -= {"q", "k", "v", "g", "beta"}
     words = {n for n in found if re.fullmatch(r"[a-z][a-z0-9_]*", n) and not (n[0] == "d" and n[1:] in found)}
@@ -238,6 +239,11 @@ def test_an_input_never_collides_with_a_name_of_a_kernel(tmp_path: Path) -> None
         if wrong:
             failures[tuple(n.attr("name") for n in variant.inputs)] = wrong
     assert not failures
+
+
+@pytest.mark.parametrize("name", ["second", "made_0", "left_1", "operand_0", "cotangent_0_unit"])
+def test_locals_of_kernels_with_trees_are_refused(name: str) -> None:
+    assert not accepted(name)
 
 
 BAD_NAMES = ["lambda", "class", "in", "not", "is", "Q", "2x", "a-b", "", "q k", "_x", "é", "__init__", "x\n"]
