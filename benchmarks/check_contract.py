@@ -171,18 +171,16 @@ def packed_sizes(name: str, K: int = 33, V: int = 100) -> list[str]:
 def nearly_full(name: str) -> list[str]:
     """With just enough memory the same bits; with too little the call says so, writes nothing; the next is right."""
     streams, h0 = random_call(name, 2, 4096, 4, 8, 64, 64)
-    want = run(name, streams, h0)
+    want, failures, kept = run(name, streams, h0), [], [x.clone() for x in (*streams, h0)]
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
+    held, total = torch.cuda.memory_reserved(), torch.cuda.get_device_properties(0).total_memory
     run(name, streams, h0)
-    need, total = torch.cuda.max_memory_reserved() - before, torch.cuda.get_device_properties(0).total_memory
-    failures, kept = [], [x.clone() for x in (*streams, h0)]
+    need = torch.cuda.max_memory_reserved() - held
     gc.collect()
     torch.cuda.empty_cache()
-    held = torch.cuda.memory_reserved()
     try:
         torch.cuda.set_per_process_memory_fraction((held + 0.5 * need) / total)
         try:
@@ -197,7 +195,7 @@ def nearly_full(name: str) -> list[str]:
             for i, (x, y) in enumerate(zip((*streams, h0), kept, strict=True))
             if (x != y).any()
         ]
-        torch.cuda.set_per_process_memory_fraction((held + 1.1 * need) / total)
+        torch.cuda.set_per_process_memory_fraction((held + 1.25 * need) / total)
         failures += contract.differing("nearly full", run(name, streams, h0), want)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
