@@ -6,6 +6,7 @@ A block is found by its heading. Each loop is written from the equation that fla
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -230,7 +231,7 @@ def loop(row: Row, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     q, *streams = row.before(*inputs) if row.before else inputs
     q, *streams = (x.repeat_interleave(row.HV // x.shape[2], dim=2) for x in (q, *streams))
     h, rows = leaves["h0"].mT if row.value_first else leaves["h0"], []
-    for t in range(T):
+    for t in range(streams[0].shape[1]):
         h = row.step(h, *(x[:, t] for x in streams))
         rows.append(read(h, row.scale * q[:, t]))
     o = torch.stack(rows, dim=2 if row.before is heads_second else 1)
@@ -289,3 +290,45 @@ def test_table_names_the_calls_of_the_blocks():
         positional = [arg for arg in re.split(r",\s*", call[2]) if "=" not in arg]
         expected = [arg for arg in re.split(r",\s*", streams) if "=" not in arg]
         assert [arg.replace("torch.zeros_like(k)", "g") for arg in positional] == expected
+
+
+LAST_TABLE = PAGE.read_text(encoding="utf-8").rpartition("###")[2]
+ARGUMENTS = dict(re.findall(r"^\| (`[^|]*) \| ([^|]*) \|$", LAST_TABLE, re.MULTILINE))
+
+
+def test_arguments_without_a_place_are_refused_by_name():
+    leaves = draw(ROWS["chunk_kda"])
+    streams = [leaves[name] for name in KDA]
+    refused = [cell for cell, what in ARGUMENTS.items() if what.startswith(("leave out", "no counterpart"))]
+    assert set(ARGUMENTS) - set(refused) == {"`cu_seqlens`", "`fused_recurrent_*` with `T = 1`"}
+    for name in re.findall(r"`(\w+)`", " ".join(refused)):
+        with pytest.raises(TypeError, match=name):
+            dplrgen.ops.kda(*streams, **{name: None})
+
+
+def test_packed_calls_are_those_of_fla():
+    assert ARGUMENTS["`cu_seqlens`"] == "the same; states have a row a sequence"
+    row = Row(kda, {name: (law, shape.replace("B ", "1 ", 1)) for name, (law, shape) in KDA.items()}, HV=2 * H)
+    torch.manual_seed(0)
+    sizes = {"1": 1, "T": T, "H": H, "HV": row.HV, "K": K, "V": V}
+    streams = {name: law(*(sizes[s] for s in shape.split())) for name, (law, shape) in row.streams.items()}
+    bounds, h0 = (0, 23, T), normal(2, row.HV, K, V)
+    o, final_state = dplrgen.ops.kda(
+        *streams.values(), initial_state=h0, output_final_state=True, cu_seqlens=torch.tensor(bounds)
+    )
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+        part = {name: x[:, start:end] for name, x in streams.items()}
+        o_ref, h_ref = loop(row, part | {"h0": h0[n : n + 1]})
+        torch.testing.assert_close(o[:, start:end], o_ref, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(final_state[n : n + 1], h_ref, rtol=1e-9, atol=1e-10)
+
+
+def test_a_recurrent_call_of_one_token_is_a_step():
+    row = ROWS["chunk_kda"]
+    leaves = {name: x.detach()[:, :1] if name != "h0" else x.detach() for name, x in draw(row).items()}
+    state = leaves["h0"].clone()
+    o, same = dplrgen.ops.kda_step(*(leaves[name][:, 0] for name in KDA), state, inplace=True)
+    o_ref, h_ref = loop(row, leaves)
+    assert same is state
+    torch.testing.assert_close(o, o_ref[:, 0], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(state, h_ref, rtol=1e-9, atol=1e-10)

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import types
+from pathlib import Path
 
 import metrics
 import pytest
@@ -13,6 +14,7 @@ import torch
 from inputs import has_gate, make
 from oracles import GATES, ORACLES, SIGNATURES, names
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dplrgen import ops
@@ -333,6 +335,31 @@ class Calls(TorchDispatchMode):
 
 def saved_elements(result: object) -> int:
     return sum(x.numel() for x in list(result)[2:] if x is not None)
+
+
+def table_of_saved() -> dict[str, tuple[int, int, int]]:
+    """What docs/design.md says: matrices, bytes saved and bytes of the inputs a token and head, by variant."""
+    page = (Path(__file__).parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    return {name: tuple(map(int, rest)) for cell, *rest in rows for name in re.findall(r"\w+", cell)}  # type: ignore[misc]
+
+
+def test_what_is_saved_is_what_the_page_says() -> None:
+    page = table_of_saved()
+    assert set(page) == set(ORACLES)
+    sizes = {"B": 2, "T": 192, "H": 3, "HV": 3, "K": 128, "V": 128}
+    for name, said in page.items():
+        with FakeTensorMode():  # a GPU's tensors without a GPU: shapes and dtypes are all that is asked
+            streams = [
+                torch.empty([sizes[axis] for axis in shape.split()], dtype=torch.bfloat16, device="cuda")
+                for _, shape in SIGNATURES[name]
+            ]
+            _, _, *saved = importlib.import_module(f"dplrgen.generated.{name}")._FORWARD_OP(
+                *streams, None, None, None, 1.0, False, True
+            )
+        tokens = sizes["B"] * sizes["T"] * sizes["H"]
+        found = [sum(x.numel() * x.element_size() for x in tensors) / tokens for tensors in (saved, streams)]
+        assert (len(saved), *found) == said, name
 
 
 @pytest.mark.parametrize("name", ORACLES)
