@@ -121,6 +121,21 @@ def sequence_past_2_31(name: str) -> list[str]:
     return [f"long sequence: {k}" for k, x in same.items() if not x]
 
 
+def gradients_past_2_31(name: str) -> list[str]:
+    """Gradients at the end of 2.2e9 elements along one sequence: those of the last tokens from their state, to the bit."""
+    T, cut = 2_200_000, 2_199_936
+    streams, h0 = random_call(name, 1, T, 8, 8, 128, 16)
+    do = torch.randn_like(streams[names(name).index("v")])
+    with torch.no_grad():
+        _, state = contract.of(name)(*(x[:, :cut] for x in streams), initial_state=h0, output_final_state=True)
+    tail = run(name, [x[:, cut:] for x in streams], state, do[:, cut:])
+    got = run(name, streams, h0, do)
+    failures = [] if torch.isfinite(got["dh0"]).all() else ["long sequence: dh0 is not finite"]
+    ends = {k: x if k == "ht" else x[:, cut:] for k, x in got.items() if k != "dh0"}
+    del tail["dh0"]
+    return failures + contract.differing("long sequence", ends, tail)
+
+
 def many_states(name: str) -> list[str]:
     """4000 sequences with states, some empty: equal to a batch of their own where that is the same call."""
     N, HV, K, V = 4000, 8, 64, 64
@@ -453,6 +468,7 @@ def two_gate_dtypes(name: str) -> list[str]:
 HUGE: dict[str, tuple[Callable[[str], list[str]], Sequence[str]]] = {
     "batch_past_2_31": (batch_past_2_31, ("kda",)),
     "sequence_past_2_31": (sequence_past_2_31, ("kda",)),
+    "gradients_past_2_31": (gradients_past_2_31, ("gdn",)),
     "grid_limits": (grid_limits, ("kda", "gdn", "dplr")),
     "pool": (pool, ("kda", "gdn2_clipped")),
 }
