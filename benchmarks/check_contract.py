@@ -122,7 +122,7 @@ def sequence_past_2_31(name: str) -> list[str]:
 
 
 def gradients_past_2_31(name: str) -> list[str]:
-    """Gradients at the end of 2.2e9 elements along one sequence: those of the last tokens from their state, to the bit."""
+    """Gradients past 2.2e9 elements of one sequence: those of its last tokens alone, from their state, to the bit."""
     T, cut = 2_200_000, 2_199_936
     streams, h0 = random_call(name, 1, T, 8, 8, 128, 16)
     do = torch.randn_like(streams[names(name).index("v")])
