@@ -7,7 +7,7 @@ text is a function of the variant, this package's version and the templates alon
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -817,15 +817,19 @@ def _render(variant: Variant) -> str:
         "whole_k": tuple(k["key"] for k in launches if k["whole_k"]),
         "walk_k": tuple(k["key"] for k in launches if not k["whole_k"]),
         "trees": tuple(k["key"] for k in launches if k["trees"]),
-        "configs": _configs({k["name"] for k in launches}),
+        "configs": _configs((*made.forward.kernels, *made.backward.kernels)),
         "glossary": _glossary(made),
     }
     return _environment().get_template("module.py.j2").render(context)
 
 
-def _configs(kernels: set[str]) -> list[tuple[Any, ...]]:
+def _configs(kernels: Sequence[Kernel]) -> list[tuple[Any, ...]]:
     """The rows of the table, each with the options of the kernels that are there."""
-    return [(*row[:-1], [(name, options) for name, options in row[-1] if name in kernels]) for row in schedule.CONFIGS]
+    there = {k.name: k for k in sorted(kernels, key=schedule.trees)}  # of two of one name the one with more trees
+    return [
+        (*row[:-1], [(name, schedule.options_of(there[name], row[-1])) for name, _ in row[-1] if name in there])
+        for row in schedule.CONFIGS
+    ]
 
 
 def _side(plan: Plan, signature: Mapping[str, tuple[str, Axes]], side: str) -> dict[str, Any]:

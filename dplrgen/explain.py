@@ -63,15 +63,15 @@ def usual(K: int = 128, V: int = 128, element: int = 2) -> Sizes:
     return Sizes(_setting(K, element)[0], K, V, element)
 
 
-def _setting(K: int, element: int) -> tuple[int, Mapping[str, tuple[int, ...]]]:
+def _setting(K: int, element: int) -> tuple[int, schedule.Table]:
     """Chunk length and kernel options: the first line of the schedule's table that fits."""
     products = "bfloat16" if element == 2 else "ieee"
-    return next((chunk, dict(t)) for name, largest, chunk, t in schedule.CONFIGS if name == products and largest >= K)
+    return next((chunk, t) for name, largest, chunk, t in schedule.CONFIGS if name == products and largest >= K)
 
 
 def _columns(kernel: Kernel, sizes: Sizes) -> int:
     """Value columns a block."""
-    return min(sizes.V, _setting(sizes.K, sizes.element)[1][kernel.name][1])
+    return min(sizes.V, schedule.options_of(kernel, _setting(sizes.K, sizes.element)[1])[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

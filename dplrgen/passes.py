@@ -728,16 +728,26 @@ def hoist_rules(carried: Iterable[Node]) -> tuple[Rule, ...]:
 
 @rule("row-scale", "b = beta k: the row scale leaves the Gram product, which keeps the exact values of the input")
 def _row_scale(n: Node) -> Node | None:
+    return _outside(n, lambda p: p.axes in (("C",), ()) and literal(p) is None and p.op != "param")
+
+
+@rule("scale", "scale q: so does a number, whose product with q 16 bits would round")
+def _scale(n: Node) -> Node | None:
+    return _outside(n, lambda p: p.op == "param")
+
+
+def _outside(n: Node, leaves: Callable[[Node], bool]) -> Node | None:
+    """A Gram product without the factors of its left operand that leave it."""
     plain_gram = n.op == "matmul" and n.axes == ("C", "C") and n.attr("ty") and not n.attr("tx")
     if n.op != "gram" and not plain_gram:
         return None
     sign, parts = factors(n.args[0])
-    rows = [p for p in parts if p.axes in (("C",), ()) and literal(p) is None and p.op != "param"]
-    rest = [p for p in parts if p not in rows]
-    if not rows or not rest:
+    outside = [p for p in parts if leaves(p)]
+    rest = [p for p in parts if p not in outside]
+    if not outside or not rest:
         return None
     plain = node(n.op, product(sign, rest, n.args[0].axes), *n.args[1:], **dict(n.attrs))
-    return product(1, [*rows, plain], n.axes)
+    return product(1, [*outside, plain], n.axes)
 
 
 @rule("head-decay", "alpha one number a head: a plain product times the decay of each pair")
@@ -771,7 +781,7 @@ def _column_scale(n: Node) -> Node | None:
     return matmul(scaled, product(1, rest, n.args[1].axes))
 
 
-LOWER = (_row_scale, _head_decay, _invert, _column_scale)
+LOWER = (_row_scale, _scale, _head_decay, _invert, _column_scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

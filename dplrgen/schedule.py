@@ -30,15 +30,19 @@ __all__ = [
     "FINE_K",
     "TREE",
     "Kernel",
+    "Options",
     "Phase",
     "Plan",
+    "Table",
     "christened",
     "contracts",
     "graph",
     "has",
     "is_leaf",
+    "options_of",
     "plan",
     "saved_values",
+    "trees",
 ]
 
 Slot = tuple[int, int]  # stage, part of a launch
@@ -502,8 +506,23 @@ def _word(n: Node, names: Mapping[Node, str]) -> str:
     return "x"
 
 
-def _options(**kernels: tuple[int, int, int, int, int]) -> tuple[tuple[str, tuple[int, int, int, int, int]], ...]:
-    return tuple(kernels.items())
+def trees(kernel: Kernel) -> int:
+    """How many matrices of decayed pairs a kernel's trees form, or are given."""
+    return len({n if n.op == "gram" else n.args[0] for n in kernel.nodes if n.op in TREE})
+
+
+Options = tuple[int, int, int, int, int]
+Table = tuple[tuple[str, dict[int, Options]], ...]
+
+
+def _options(**kernels: Options | dict[int, Options]) -> Table:
+    return tuple((name, x if isinstance(x, dict) else {0: x}) for name, x in kernels.items())
+
+
+def options_of(kernel: Kernel, table: Table) -> Options:
+    """A kernel's options in a row of the table: those for the most trees that it walks."""
+    choices = dict(table)[kernel.name]
+    return choices[max(n for n in choices if n <= trees(kernel))]
 
 
 #: The most keys for which products take what cancels in two parts and launches hand it over in float32: beyond, the
@@ -512,8 +531,9 @@ FINE_K = 64
 
 #: (what products are made in, largest K, tokens a chunk, ((kernel, options), ...)); the first match wins. Options:
 #: block of K, block of V, warps, stages, most registers (0: 255). A kernel that does not walk K takes all of it; a scan
-#: has as many stages as shared memory holds, up to the number here.
-CONFIGS: tuple[tuple[str, int, int, tuple[tuple[str, tuple[int, int, int, int, int]], ...]], ...] = (
+#: has as many stages as shared memory holds, up to the number here. Where a kernel's options depend on its trees, they
+#: stand by the fewest that they are for (`trees`): tiles of more trees need more registers.
+CONFIGS: tuple[tuple[str, int, int, Table], ...] = (
     (
         "bfloat16",
         128,
@@ -524,7 +544,7 @@ CONFIGS: tuple[tuple[str, int, int, tuple[tuple[str, tuple[int, int, int, int, i
             scan=(0, 64, 4, 3, 0),
             reverse=(0, 64, 4, 3, 0),
             finish=(0, 128, 8, 1, 248),
-            finish_1=(32, 64, 4, 1, 0),
+            finish_1={0: (32, 64, 4, 1, 0), 2: (16, 64, 4, 1, 0), 4: (32, 64, 8, 1, 0)},
             finish_2=(32, 64, 4, 1, 0),
         ),
     ),
@@ -552,7 +572,7 @@ CONFIGS: tuple[tuple[str, int, int, tuple[tuple[str, tuple[int, int, int, int, i
             scan=(0, 32, 4, 3, 0),
             reverse=(0, 32, 4, 3, 0),
             finish=(0, 32, 8, 1, 248),
-            finish_1=(32, 64, 4, 1, 0),
+            finish_1={0: (32, 64, 4, 1, 0), 2: (16, 64, 4, 1, 0), 4: (32, 64, 4, 1, 0)},
             finish_2=(32, 64, 4, 1, 0),
         ),
     ),

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program cb088845:
+# the delta rule, no decay, program 813a84d4:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta", "delta_step"]
 
-_NAME = "delta_cb088845"
+_NAME = "delta_813a84d4"
 
 
 #: What kernels are not compiled anew for.
@@ -377,11 +377,11 @@ def _forward_prepare(
     v_stride_b,
     v_stride_t,
     v_stride_h,
-    QL_out,
     Aqk_out,
     E_out,
-    x5_out,
     x6_out,
+    x7_out,
+    QL_out,
     places_ptr,
     scale,
     T,
@@ -423,51 +423,51 @@ def _forward_prepare(
     row = tl.arange(0, C)
     in_c = row < rows
     x = tl.zeros([C, C, ], tl.float32)
-    x2 = tl.zeros([C, C, ], tl.float32)
+    x3 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        # x = q @ k^T
+        x += _dot(q, tl.trans(k), DOT, PRECISION)
+        # x3 = k @ k^T
+        x3 += _dot(k, tl.trans(k), DOT, PRECISION)
         # QL = scale * q
         QL = scale * q
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x = QL @ k^T
-        x += _dot(QL, tl.trans(k), DOT, PRECISION)
-        # x2 = k @ k^T
-        x2 += _dot(k, tl.trans(k), DOT, PRECISION)
-    # Aqk = mask(x, strict=False)
-    Aqk = tl.where(_keep_to(row), x, 0.0)
+    # Aqk = mask((scale * x), strict=False)
+    Aqk = tl.where(_keep_to(row), (scale * x), 0.0)
     _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
-    # N = mask((beta * x2), strict=True)
-    N = tl.where(_keep_before(row), (beta[:, None] * x2), 0.0)
+    # N = mask((beta * x3), strict=True)
+    N = tl.where(_keep_before(row), (beta[:, None] * x3), 0.0)
     # E = inverse(N)
     E = _inverse(N, row, C, LEVELS, DOT, SOLVE, FINE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
-    # x4 = E * beta^T
-    x4 = E * beta[None, :]
+    # x5 = E * beta^T
+    x5 = E * beta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x6 = x4 @ k
-        x6 = _dot_fine(x4, k, DOT, PRECISION, True, False)
-        _store_rows(x6_out + tile * C * K, x6, row, col_k, K, C, K, K % BK == 0)
+        # x7 = x5 @ k
+        x7 = _dot_fine(x5, k, DOT, PRECISION, True, False)
+        _store_rows(x7_out + tile * C * K, x7, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x5 = x4 @ v
-        x5 = _dot_fine(x4, v, DOT, PRECISION, True, False)
-        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
+        # x6 = x5 @ v
+        x6 = _dot_fine(x5, v, DOT, PRECISION, True, False)
+        _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
+    x7_ptr,
     x6_ptr,
-    x5_ptr,
     Aqk_ptr,
     QL_ptr,
     k_ptr,
@@ -537,27 +537,27 @@ def _forward_scan(
         rows = token_end - start
         in_c = row < rows
         tile = (chunk_first + chunk) * HV + head_v
-        x6 = _load_rows(x6_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x7 = x6 @ S
-        x7 = _dot(x6, S, DOT, PRECISION)
-        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # Vnew = x5 + -x7
-        Vnew = x5.to(tl.float32) + (-x7)
+        x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x8 = x7 @ S
+        x8 = _dot(x7, S, DOT, PRECISION)
+        x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # Vnew = x6 + -x8
+        Vnew = x6.to(tl.float32) + (-x8)
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-        # x9 = Aqk @ Vnew
-        x9 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
+        # x10 = Aqk @ Vnew
+        x10 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x10 = QL @ S
-        x10 = _dot(QL, S, DOT, PRECISION)
-        # o = x9 + x10
-        o = x9 + x10
+        # x11 = QL @ S
+        x11 = _dot(QL, S, DOT, PRECISION)
+        # o = x10 + x11
+        o = x10 + x11
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x11 = k^T @ Vnew
-        x11 = _dot_fine(tl.trans(k), Vnew, DOT, PRECISION, False, True)
-        # S_next = x11 + S
-        S_next = x11 + S
+        # x12 = k^T @ Vnew
+        x12 = _dot_fine(tl.trans(k), Vnew, DOT, PRECISION, False, True)
+        # S_next = x12 + S
+        S_next = x12 + S
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1326,11 +1326,11 @@ def _forward_triton(
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
     E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
-    x6 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    x6 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    x7 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1339,11 +1339,11 @@ def _forward_triton(
             *_strided(k),
             *_strided(beta),
             *_strided(v),
-            QL,
             Aqk,
             E,
-            x5,
             x6,
+            x7,
+            QL,
             chunks if packed else none,
             scale,
             T,
@@ -1359,8 +1359,8 @@ def _forward_triton(
         _launch(
             _forward_scan,
             N * HV * -(-V // own["forward.scan"]["BV"]),
+            x7,
             x6,
-            x5,
             Aqk,
             QL,
             *_strided(k),
@@ -1768,46 +1768,46 @@ def _forward_rows(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, beta,))
+    # x = q @ k^T
+    x = q @ k.mT
+    # x3 = k @ k^T
+    x3 = k @ k.mT
     # QL = scale * q
     QL = scale * q
-    # x = QL @ k^T
-    x = QL @ k.mT
-    # x2 = k @ k^T
-    x2 = k @ k.mT
-    # Aqk = mask(x, strict=False)
-    Aqk = torch.tril(x, 0)
-    # N = mask((beta * x2), strict=True)
-    N = torch.tril((beta[..., :, None] * x2), -1)
+    # Aqk = mask((scale * x), strict=False)
+    Aqk = torch.tril((scale * x), 0)
+    # N = mask((beta * x3), strict=True)
+    N = torch.tril((beta[..., :, None] * x3), -1)
     # E = inverse(N)
     E = _inverse_of(N)
-    # x4 = E * beta^T
-    x4 = E * beta[..., None, :]
-    # x6 = x4 @ k
-    x6 = x4 @ k
-    # x5 = x4 @ v
-    x5 = x4 @ v
+    # x5 = E * beta^T
+    x5 = E * beta[..., None, :]
+    # x7 = x5 @ k
+    x7 = x5 @ k
+    # x6 = x5 @ v
+    x6 = x5 @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
+        x7_here = x7[:, chunk]
         x6_here = x6[:, chunk]
-        x5_here = x5[:, chunk]
         Aqk_here = Aqk[:, chunk]
         QL_here = QL[:, chunk]
         k_here = k[:, chunk]
-        # x7 = x6 @ S
-        x7 = x6_here @ S
-        # Vnew = x5 + -x7
-        Vnew = x5_here + (-x7)
-        # x9 = Aqk @ Vnew
-        x9 = Aqk_here @ Vnew
-        # x10 = QL @ S
-        x10 = QL_here @ S
-        # o = x9 + x10
-        o = x9 + x10
-        # x11 = k^T @ Vnew
-        x11 = k_here.mT @ Vnew
-        # S_next = x11 + S
-        S_next = x11 + S
+        # x8 = x7 @ S
+        x8 = x7_here @ S
+        # Vnew = x6 + -x8
+        Vnew = x6_here + (-x8)
+        # x10 = Aqk @ Vnew
+        x10 = Aqk_here @ Vnew
+        # x11 = QL @ S
+        x11 = QL_here @ S
+        # o = x10 + x11
+        o = x10 + x11
+        # x12 = k^T @ Vnew
+        x12 = k_here.mT @ Vnew
+        # S_next = x12 + S
+        S_next = x12 + S
         o_all.append(o)
         S = S_next
     end_S = S

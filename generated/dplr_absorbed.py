@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 6271a290:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program a6a6113a:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_6271a290"
+_NAME = "dplr_absorbed_a6a6113a"
 
 
 #: What kernels are not compiled anew for.
@@ -502,20 +502,20 @@ def _forward_prepare(
             right_2 = (k * decay_right).to(TREE)
             N += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
             Abk += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
-        # x14 = sum[all](g)
-        x14 = tl.sum(g, 0)
-        # Gc = exp(x14)
-        Gc = tl.exp(x14)
+        # x16 = sum[all](g)
+        x16 = tl.sum(g, 0)
+        # Gc = exp(x16)
+        Gc = tl.exp(x16)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x16 = sum[after](g)
-        x16 = _sums(_keep_after(row), g, GATE_PARTS)
-        # x17 = exp(x16)
-        x17 = tl.exp(x16)
-        # KT = k * x17
-        KT = k * x17
+        # x18 = sum[after](g)
+        x18 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x19 = exp(x18)
+        x19 = tl.exp(x18)
+        # KT = k * x19
+        KT = k * x19
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # AT = a * x17
-        AT = a * x17
+        # AT = a * x19
+        AT = a * x19
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
         _store_rows(Abk_out + tile * C * C, Abk, row, row, C, C, C, True)
@@ -527,20 +527,20 @@ def _forward_prepare(
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x8 = sum[before](g)
-        x8 = _sums(_keep_before(row), g, GATE_PARTS)
+        # x10 = sum[before](g)
+        x10 = _sums(_keep_before(row), g, GATE_PARTS)
         d = _load_rows(d_ptr + (batch * d_stride_b + start * d_stride_t + head * d_stride_h) * UNIT_K, row, col_k, d_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # W = E @ (d * exp(x8))
-        W = _dot_fine(E, (d * tl.exp(x8)), DOT, PRECISION, True, False)
+        # W = E @ (d * exp(x10))
+        W = _dot_fine(E, (d * tl.exp(x10)), DOT, PRECISION, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x7 = Abk @ v
-        x7 = _dot(Abk, v, DOT, PRECISION)
-        # U = E @ x7
-        U = _dot_fine(E, x7, DOT, PRECISION, True, False)
+        # x9 = Abk @ v
+        x9 = _dot(Abk, v, DOT, PRECISION)
+        # U = E @ x9
+        U = _dot_fine(E, x9, DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -568,7 +568,7 @@ def _forward_prepare_1(
     a_stride_h,
     QL_out,
     Aqk_out,
-    x5_out,
+    x6_out,
     Aqa_out,
     places_ptr,
     scale,
@@ -610,25 +610,23 @@ def _forward_prepare_1(
         rows = T - start
     row = tl.arange(0, C)
     in_c = row < rows
-    Aqk = tl.zeros([C, C, ], tl.float32)
-    Aqa = tl.zeros([C, C, ], tl.float32)
+    x5 = tl.zeros([C, C, ], tl.float32)
+    x8 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # Aqk = gram(x, k; g, to, strict=False)
-        # Aqa = gram(x, a; g, to, strict=False)
+        # x5 = gram(q, k; g, to, strict=False)
+        # x8 = gram(q, a; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(x, C, BK)
+        operand_0_16 = _blocks(q, C, BK)
         operand_1_16 = _blocks(k, C, BK)
         operand_2_16 = _blocks(a, C, BK)
-        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        x5_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        x8_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
@@ -636,8 +634,8 @@ def _forward_prepare_1(
             left_0_16 = (operand_0_16 * decay_16).to(TREE)
             right_1_16 = (operand_1_16 * decay_16).to(TREE)
             right_2_16 = (operand_2_16 * decay_16).to(TREE)
-            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            x5_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            x8_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -646,49 +644,53 @@ def _forward_prepare_1(
         left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
         right_2_16 = (operand_2_16 * decay_right_16).to(TREE)
-        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
-        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
-        Aqk += _from_blocks(Aqk_16, C)
-        Aqa += _from_blocks(Aqa_16, C)
+        x5_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        x8_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
+        x5 += _from_blocks(x5_16, C)
+        x8 += _from_blocks(x8_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (x * decay).to(TREE)
+            left_0 = (q * decay).to(TREE)
             right_1 = (k * decay).to(TREE)
             right_2 = (a * decay).to(TREE)
-            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
+            x5 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            x8 += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (x * decay_left).to(TREE)
+            left_0 = (q * decay_left).to(TREE)
             right_1 = (k * decay_right).to(TREE)
             right_2 = (a * decay_right).to(TREE)
-            Aqk += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
-            Aqa += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
+            x5 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            x8 += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
-        # QL = x * exp(x2)
-        QL = x * tl.exp(x2)
+        # QL = (scale * q) * exp(x2)
+        QL = (scale * q) * tl.exp(x2)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+    # Aqk = scale * x5
+    Aqk = scale * x5
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    # Aqa = scale * x8
+    Aqa = scale * x8
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x5 = Aqk @ v
-        x5 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
+        # x6 = Aqk @ v
+        x6 = _dot(Aqk, v, DOT, PRECISION)
+        _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
     QL_ptr,
-    x5_ptr,
+    x6_ptr,
     W_ptr,
     U_ptr,
     Aqa_ptr,
@@ -766,29 +768,29 @@ def _forward_scan(
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x10 = W @ S
-        x10 = _dot(W, S, DOT, PRECISION)
+        # x12 = W @ S
+        x12 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x11 = U + x10
-        x11 = U.to(tl.float32) + x10
+        # x13 = U + x12
+        x13 = U.to(tl.float32) + x12
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x12 = Aqa @ x11
-        x12 = _dot_fine(Aqa, x11, DOT, PRECISION, False, FINE)
-        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # o = (x4 + x5) + -x12
-        o = (x4 + x5.to(tl.float32)) + (-x12)
+        # x14 = Aqa @ x13
+        x14 = _dot_fine(Aqa, x13, DOT, PRECISION, False, FINE)
+        x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # o = (x4 + x6) + -x14
+        o = (x4 + x6.to(tl.float32)) + (-x14)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x18 = KT^T @ v
-        x18 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x20 = KT^T @ v
+        x20 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x20 = AT^T @ x11
-        x20 = _dot_fine(tl.trans(AT), x11, DOT, PRECISION, False, True)
+        # x22 = AT^T @ x13
+        x22 = _dot_fine(tl.trans(AT), x13, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x18) + -x20
-        S_next = ((S * Gc[:, None]) + x18) + (-x20)
+        # S_next = ((S * Gc) + x20) + -x22
+        S_next = ((S * Gc[:, None]) + x20) + (-x22)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1624,7 +1626,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
             "finish": (0, 128, 8, 1, 248),
-            "finish_1": (32, 64, 4, 1, 0),
+            "finish_1": (32, 64, 8, 1, 0),
         },
     ),
     (
@@ -1874,7 +1876,7 @@ def _forward_triton(
     AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    x6 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
     with _on(q):
         _launch(
@@ -1914,7 +1916,7 @@ def _forward_triton(
             *_strided(a),
             QL,
             Aqk,
-            x5,
+            x6,
             Aqa,
             chunks if packed else none,
             scale,
@@ -1932,7 +1934,7 @@ def _forward_triton(
             _forward_scan,
             N * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
-            x5,
+            x6,
             W,
             U,
             Aqa,
@@ -2388,45 +2390,47 @@ def _forward_rows(
     N = _gram(d, a, g, True, True)
     # Abk = gram(d, k; g, before, strict=True)
     Abk = _gram(d, k, g, True, True)
-    # x14 = sum[all](g)
-    x14 = g.sum(-2)
-    # Gc = exp(x14)
-    Gc = torch.exp(x14)
-    # x16 = sum[after](g)
-    x16 = _run(g, 'after')
-    # x17 = exp(x16)
-    x17 = torch.exp(x16)
-    # KT = k * x17
-    KT = k * x17
-    # AT = a * x17
-    AT = a * x17
+    # x16 = sum[all](g)
+    x16 = g.sum(-2)
+    # Gc = exp(x16)
+    Gc = torch.exp(x16)
+    # x18 = sum[after](g)
+    x18 = _run(g, 'after')
+    # x19 = exp(x18)
+    x19 = torch.exp(x18)
+    # KT = k * x19
+    KT = k * x19
+    # AT = a * x19
+    AT = a * x19
     # E = inverse(N)
     E = _inverse_of(N)
-    # x8 = sum[before](g)
-    x8 = _run(g, 'before')
-    # W = E @ (d * exp(x8))
-    W = E @ (d * torch.exp(x8))
-    # x7 = Abk @ v
-    x7 = Abk @ v
-    # U = E @ x7
-    U = E @ x7
-    # x = scale * q
-    x = scale * q
+    # x10 = sum[before](g)
+    x10 = _run(g, 'before')
+    # W = E @ (d * exp(x10))
+    W = E @ (d * torch.exp(x10))
+    # x9 = Abk @ v
+    x9 = Abk @ v
+    # U = E @ x9
+    U = E @ x9
     # x2 = sum[to](g)
     x2 = _run(g, 'to')
-    # QL = x * exp(x2)
-    QL = x * torch.exp(x2)
-    # Aqk = gram(x, k; g, to, strict=False)
-    Aqk = _gram(x, k, g, False, False)
-    # Aqa = gram(x, a; g, to, strict=False)
-    Aqa = _gram(x, a, g, False, False)
-    # x5 = Aqk @ v
-    x5 = Aqk @ v
+    # QL = (scale * q) * exp(x2)
+    QL = (scale * q) * torch.exp(x2)
+    # x5 = gram(q, k; g, to, strict=False)
+    x5 = _gram(q, k, g, False, False)
+    # x8 = gram(q, a; g, to, strict=False)
+    x8 = _gram(q, a, g, False, False)
+    # Aqk = scale * x5
+    Aqk = scale * x5
+    # Aqa = scale * x8
+    Aqa = scale * x8
+    # x6 = Aqk @ v
+    x6 = Aqk @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
         QL_here = QL[:, chunk]
-        x5_here = x5[:, chunk]
+        x6_here = x6[:, chunk]
         W_here = W[:, chunk]
         U_here = U[:, chunk]
         Aqa_here = Aqa[:, chunk]
@@ -2436,20 +2440,20 @@ def _forward_rows(
         AT_here = AT[:, chunk]
         # x4 = QL @ S
         x4 = QL_here @ S
-        # x10 = W @ S
-        x10 = W_here @ S
-        # x11 = U + x10
-        x11 = U_here + x10
-        # x12 = Aqa @ x11
-        x12 = Aqa_here @ x11
-        # o = (x4 + x5) + -x12
-        o = (x4 + x5_here) + (-x12)
-        # x18 = KT^T @ v
-        x18 = KT_here.mT @ v_here
-        # x20 = AT^T @ x11
-        x20 = AT_here.mT @ x11
-        # S_next = ((S * Gc) + x18) + -x20
-        S_next = ((S * Gc_here[..., :, None]) + x18) + (-x20)
+        # x12 = W @ S
+        x12 = W_here @ S
+        # x13 = U + x12
+        x13 = U_here + x12
+        # x14 = Aqa @ x13
+        x14 = Aqa_here @ x13
+        # o = (x4 + x6) + -x14
+        o = (x4 + x6_here) + (-x14)
+        # x20 = KT^T @ v
+        x20 = KT_here.mT @ v_here
+        # x22 = AT^T @ x13
+        x22 = AT_here.mT @ x13
+        # S_next = ((S * Gc) + x20) + -x22
+        S_next = ((S * Gc_here[..., :, None]) + x20) + (-x22)
         o_all.append(o)
         S = S_next
     end_S = S

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program e25b8607:
+# Gated DeltaNet, program 96025ea3:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn", "gdn_step"]
 
-_NAME = "gdn_e25b8607"
+_NAME = "gdn_96025ea3"
 
 
 #: What kernels are not compiled anew for.
@@ -437,38 +437,36 @@ def _forward_prepare(
     x9 = _sums_of_numbers(_keep_to(row), g)
     # x10 = exp(x9)
     x10 = tl.exp(x9)
-    # x17 = sum[after](g)
-    x17 = _sums_of_numbers(_keep_after(row), g)
-    # x18 = exp(x17)
-    x18 = tl.exp(x17)
-    # x20 = sum[all](g)
-    x20 = tl.sum(g, 0)
-    # Gc = exp(x20)
-    Gc = tl.exp(x20)
+    # x18 = sum[after](g)
+    x18 = _sums_of_numbers(_keep_after(row), g)
+    # x19 = exp(x18)
+    x19 = tl.exp(x18)
+    # x21 = sum[all](g)
+    x21 = tl.sum(g, 0)
+    # Gc = exp(x21)
+    Gc = tl.exp(x21)
     tl.store(Gc_out + tile, Gc)
-    x3 = tl.zeros([C, C, ], tl.float32)
+    x2 = tl.zeros([C, C, ], tl.float32)
     x5 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x2 = scale * q
-        x2 = scale * q
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x3 = x2 @ k^T
-        x3 += _dot(x2, tl.trans(k), DOT, PRECISION)
+        # x2 = q @ k^T
+        x2 += _dot(q, tl.trans(k), DOT, PRECISION)
         # x5 = k @ k^T
         x5 += _dot(k, tl.trans(k), DOT, PRECISION)
-        # QL = x2 * x10
-        QL = x2 * x10[:, None]
+        # QL = (scale * q) * x10
+        QL = (scale * q) * x10[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # KT = k * x18
-        KT = k * x18[:, None]
+        # KT = k * x19
+        KT = k * x19[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
     # x = pair(g, to, strict=False)
     x = _pairs(g, row, False, False)
-    # Aqk = x * x3
-    Aqk = x * x3
+    # Aqk = scale * (x * x2)
+    Aqk = scale * (x * x2)
     _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
@@ -576,18 +574,18 @@ def _forward_scan(
         # x15 = Aqk @ Vnew
         x15 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x16 = QL @ S
-        x16 = _dot(QL, S, DOT, PRECISION)
-        # o = x15 + x16
-        o = x15 + x16
+        # x17 = QL @ S
+        x17 = _dot(QL, S, DOT, PRECISION)
+        # o = x15 + x17
+        o = x15 + x17
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x19 = KT^T @ Vnew
-        x19 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
+        # x20 = KT^T @ Vnew
+        x20 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x19 + (S * Gc)
-        S_next = x19 + (S * Gc)
+        # S_next = x20 + (S * Gc)
+        S_next = x20 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1908,26 +1906,24 @@ def _forward_rows(
     x9 = _run(g[..., None], 'to')[..., 0]
     # x10 = exp(x9)
     x10 = torch.exp(x9)
-    # x17 = sum[after](g)
-    x17 = _run(g[..., None], 'after')[..., 0]
-    # x20 = sum[all](g)
-    x20 = g.sum(-1)
-    # Gc = exp(x20)
-    Gc = torch.exp(x20)
-    # x2 = scale * q
-    x2 = scale * q
-    # x3 = x2 @ k^T
-    x3 = x2 @ k.mT
+    # x18 = sum[after](g)
+    x18 = _run(g[..., None], 'after')[..., 0]
+    # x21 = sum[all](g)
+    x21 = g.sum(-1)
+    # Gc = exp(x21)
+    Gc = torch.exp(x21)
+    # x2 = q @ k^T
+    x2 = q @ k.mT
     # x5 = k @ k^T
     x5 = k @ k.mT
-    # QL = x2 * x10
-    QL = x2 * x10[..., :, None]
-    # KT = k * exp(x17)
-    KT = k * torch.exp(x17)[..., :, None]
+    # QL = (scale * q) * x10
+    QL = (scale * q) * x10[..., :, None]
+    # KT = k * exp(x18)
+    KT = k * torch.exp(x18)[..., :, None]
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
-    # Aqk = x * x3
-    Aqk = x * x3
+    # Aqk = scale * (x * x2)
+    Aqk = scale * (x * x2)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs_of(g, False, True)
     # E = inverse((beta * (x4 * x5)))
@@ -1953,14 +1949,14 @@ def _forward_rows(
         Vnew = x8_here + (-x13)
         # x15 = Aqk @ Vnew
         x15 = Aqk_here @ Vnew
-        # x16 = QL @ S
-        x16 = QL_here @ S
-        # o = x15 + x16
-        o = x15 + x16
-        # x19 = KT^T @ Vnew
-        x19 = KT_here.mT @ Vnew
-        # S_next = x19 + (S * Gc)
-        S_next = x19 + (S * Gc_here[..., None, None])
+        # x17 = QL @ S
+        x17 = QL_here @ S
+        # o = x15 + x17
+        o = x15 + x17
+        # x20 = KT^T @ Vnew
+        x20 = KT_here.mT @ Vnew
+        # S_next = x20 + (S * Gc)
+        S_next = x20 + (S * Gc_here[..., None, None])
         o_all.append(o)
         S = S_next
     end_S = S

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program ef4010f1:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program b952b379:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped", "gdn2_clipped_step"]
 
-_NAME = "gdn2_clipped_ef4010f1"
+_NAME = "gdn2_clipped_b952b379"
 
 
 #: What kernels are not compiled anew for.
@@ -391,11 +391,11 @@ def _forward_prepare(
     g_stride_b,
     g_stride_t,
     g_stride_h,
-    x30_out,
+    x31_out,
     E_out,
     M3_out,
     U_out,
-    x37_out,
+    x39_out,
     Gc_out,
     KT_out,
     AT_out,
@@ -457,9 +457,9 @@ def _forward_prepare(
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x30 = eta * v
-        x30 = eta[:, None] * v
-        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
+        # x31 = eta * v
+        x31 = eta[:, None] * v
+        _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
     # x5 = sqrt(x4)
     x5 = tl.sqrt(x4)
     # x8 = sqrt(x7)
@@ -486,7 +486,7 @@ def _forward_prepare(
     x10 = x9 + -2.0
     # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     x25 = -tl.log((0.5 * (x9 + tl.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
-    x33 = tl.zeros([C, C, ], tl.float32)
+    x35 = tl.zeros([C, C, ], tl.float32)
     M3 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -506,12 +506,12 @@ def _forward_prepare(
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x26 = min(g, x25)
         x26 = tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None])
-        # x33 = gram(k, j; x26, to, strict=True)
+        # x35 = gram(k, j; x26, to, strict=True)
         # M3 = gram(k, k; x26, to, strict=True)
         g_16 = _blocks(x26, C, BK)
         operand_0_16 = _blocks(k, C, BK)
         operand_1_16 = _blocks(j, C, BK)
-        x33_16 = _block_zeros(C, 16)
+        x35_16 = _block_zeros(C, 16)
         M3_16 = _block_zeros(C, 16)
         lane = tl.arange(0, 16)
         for level in range(3):
@@ -520,7 +520,7 @@ def _forward_prepare(
             left_0_16 = (operand_0_16 * decay_16).to(TREE)
             right_1_16 = (operand_1_16 * decay_16).to(TREE)
             right_2_16 = (operand_0_16 * decay_16).to(TREE)
-            x33_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            x35_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
             M3_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
@@ -530,9 +530,9 @@ def _forward_prepare(
         left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
         right_2_16 = (operand_0_16 * decay_right_16).to(TREE)
-        x33_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        x35_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
         M3_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
-        x33 += _from_blocks(x33_16, C)
+        x35 += _from_blocks(x35_16, C)
         M3 += _from_blocks(M3_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), x26, FLOAT_PARTS))
@@ -540,7 +540,7 @@ def _forward_prepare(
             left_0 = (k * decay).to(TREE)
             right_1 = (j * decay).to(TREE)
             right_2 = (k * decay).to(TREE)
-            x33 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            x35 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
             M3 += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, FLOAT_PARTS))
@@ -550,33 +550,33 @@ def _forward_prepare(
             left_0 = (k * decay_left).to(TREE)
             right_1 = (j * decay_right).to(TREE)
             right_2 = (k * decay_right).to(TREE)
-            x33 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            x35 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
             M3 += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
-        # x42 = sum[all](x26)
-        x42 = tl.sum(x26, 0)
-        # Gc = exp(x42)
-        Gc = tl.exp(x42)
+        # x44 = sum[all](x26)
+        x44 = tl.sum(x26, 0)
+        # Gc = exp(x44)
+        Gc = tl.exp(x44)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x44 = sum[after](x26)
-        x44 = _sums(_keep_after(row), x26, FLOAT_PARTS)
-        # x45 = exp(x44)
-        x45 = tl.exp(x44)
-        # KT = k * x45
-        KT = k * x45
+        # x46 = sum[after](x26)
+        x46 = _sums(_keep_after(row), x26, FLOAT_PARTS)
+        # x47 = exp(x46)
+        x47 = tl.exp(x46)
+        # KT = k * x47
+        KT = k * x47
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # AT = j * x45
-        AT = j * x45
+        # AT = j * x47
+        AT = j * x47
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
         _store_rows(M3_out + tile * C * C, M3, row, row, C, C, C, True)
-    # E = inverse((eta * x33))
-    E = _inverse((eta[:, None] * x33), row, C, LEVELS, DOT, SOLVE, FINE)
+    # E = inverse((eta * x35))
+    E = _inverse((eta[:, None] * x35), row, C, LEVELS, DOT, SOLVE, FINE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     # Abk = eta * M3
     Abk = eta[:, None] * M3
-    # x35 = E * eta^T
-    x35 = E * eta[None, :]
+    # x37 = E * eta^T
+    x37 = E * eta[None, :]
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -595,20 +595,20 @@ def _forward_prepare(
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x27 = sum[to](min(g, x25))
         x27 = _sums(_keep_to(row), tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None]), FLOAT_PARTS)
-        # x37 = x35 @ (k * exp(x27))
-        x37 = _dot_fine(x35, (k * tl.exp(x27)), DOT, PRECISION, True, False)
-        _store_rows(x37_out + tile * C * K, x37, row, col_k, K, C, K, K % BK == 0)
+        # x39 = x37 @ (k * exp(x27))
+        x39 = _dot_fine(x37, (k * tl.exp(x27)), DOT, PRECISION, True, False)
+        _store_rows(x39_out + tile * C * K, x39, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x30 = eta * v
-        x30 = eta[:, None] * v
-        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
-        # x34 = Abk @ x30
-        x34 = _dot(Abk, x30, DOT, PRECISION)
-        # U = E @ x34
-        U = _dot_fine(E, x34, DOT, PRECISION, True, False)
+        # x31 = eta * v
+        x31 = eta[:, None] * v
+        _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
+        # x36 = Abk @ x31
+        x36 = _dot(Abk, x31, DOT, PRECISION)
+        # U = E @ x36
+        U = _dot_fine(E, x36, DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -640,7 +640,7 @@ def _forward_prepare_1(
     v_stride_h,
     QL_out,
     Aqk_out,
-    x31_out,
+    x32_out,
     Aqa_out,
     places_ptr,
     scale,
@@ -722,14 +722,11 @@ def _forward_prepare_1(
     x10 = x9 + -2.0
     # x25 = -log((0.5 * (x9 + sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
     x25 = -tl.log((0.5 * (x9 + tl.sqrt(((x10 * x10) + ((2.0 * x9) * x18))))))
-    Aqk = tl.zeros([C, C, ], tl.float32)
-    Aqa = tl.zeros([C, C, ], tl.float32)
+    x30 = tl.zeros([C, C, ], tl.float32)
+    x34 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
-        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x2 = eta * k
         x2 = eta[:, None] * k
@@ -745,14 +742,15 @@ def _forward_prepare_1(
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x26 = min(g, x25)
         x26 = tl.where(x25[:, None] >= g - 9.5367431640625e-07, g, x25[:, None])
-        # Aqk = gram(x, k; x26, to, strict=False)
-        # Aqa = gram(x, j; x26, to, strict=False)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        # x30 = gram(q, k; x26, to, strict=False)
+        # x34 = gram(q, j; x26, to, strict=False)
         g_16 = _blocks(x26, C, BK)
-        operand_0_16 = _blocks(x, C, BK)
+        operand_0_16 = _blocks(q, C, BK)
         operand_1_16 = _blocks(k, C, BK)
         operand_2_16 = _blocks(j, C, BK)
-        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        x30_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        x34_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, FLOAT_PARTS))
@@ -760,8 +758,8 @@ def _forward_prepare_1(
             left_0_16 = (operand_0_16 * decay_16).to(TREE)
             right_1_16 = (operand_1_16 * decay_16).to(TREE)
             right_2_16 = (operand_2_16 * decay_16).to(TREE)
-            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            x30_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            x34_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, FLOAT_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -770,55 +768,59 @@ def _forward_prepare_1(
         left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
         right_2_16 = (operand_2_16 * decay_right_16).to(TREE)
-        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
-        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
-        Aqk += _from_blocks(Aqk_16, C)
-        Aqa += _from_blocks(Aqa_16, C)
+        x30_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        x34_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
+        x30 += _from_blocks(x30_16, C)
+        x34 += _from_blocks(x34_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), x26, FLOAT_PARTS))
             edge = _edge(row, level)
-            left_0 = (x * decay).to(TREE)
+            left_0 = (q * decay).to(TREE)
             right_1 = (k * decay).to(TREE)
             right_2 = (j * decay).to(TREE)
-            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
+            x30 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            x34 += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), x26, FLOAT_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (x * decay_left).to(TREE)
+            left_0 = (q * decay_left).to(TREE)
             right_1 = (k * decay_right).to(TREE)
             right_2 = (j * decay_right).to(TREE)
-            Aqk += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
-            Aqa += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
+            x30 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            x34 += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
         # x27 = sum[to](x26)
         x27 = _sums(_keep_to(row), x26, FLOAT_PARTS)
-        # QL = x * exp(x27)
-        QL = x * tl.exp(x27)
+        # QL = (scale * q) * exp(x27)
+        QL = (scale * q) * tl.exp(x27)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+    # Aqk = scale * x30
+    Aqk = scale * x30
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    # Aqa = scale * x34
+    Aqa = scale * x34
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x31 = Aqk @ (eta * v)
-        x31 = _dot(Aqk, (eta[:, None] * v), DOT, PRECISION)
-        _store_rows(x31_out + tile * C * V, x31, row, col_v, V, C, V, V % BV == 0)
+        # x32 = Aqk @ (eta * v)
+        x32 = _dot(Aqk, (eta[:, None] * v), DOT, PRECISION)
+        _store_rows(x32_out + tile * C * V, x32, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
     QL_ptr,
-    x31_ptr,
-    x37_ptr,
+    x32_ptr,
+    x39_ptr,
     U_ptr,
     Aqa_ptr,
     Gc_ptr,
     KT_ptr,
-    x30_ptr,
+    x31_ptr,
     AT_ptr,
     o_out,
     initial_ptr,
@@ -886,30 +888,30 @@ def _forward_scan(
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x29 = QL @ S
         x29 = _dot(QL, S, DOT, PRECISION)
-        x37 = _load_rows(x37_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x38 = x37 @ S
-        x38 = _dot(x37, S, DOT, PRECISION)
+        x39 = _load_rows(x39_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x40 = x39 @ S
+        x40 = _dot(x39, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x39 = U + x38
-        x39 = U.to(tl.float32) + x38
+        # x41 = U + x40
+        x41 = U.to(tl.float32) + x40
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x40 = Aqa @ x39
-        x40 = _dot_fine(Aqa, x39, DOT, PRECISION, False, FINE)
-        x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # o = (x29 + x31) + -x40
-        o = (x29 + x31.to(tl.float32)) + (-x40)
+        # x42 = Aqa @ x41
+        x42 = _dot_fine(Aqa, x41, DOT, PRECISION, False, FINE)
+        x32 = _load_rows(x32_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # o = (x29 + x32) + -x42
+        o = (x29 + x32.to(tl.float32)) + (-x42)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x46 = KT^T @ x30
-        x46 = _dot(tl.trans(KT), x30, DOT, PRECISION)
+        x31 = _load_rows(x31_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x48 = KT^T @ x31
+        x48 = _dot(tl.trans(KT), x31, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x48 = AT^T @ x39
-        x48 = _dot_fine(tl.trans(AT), x39, DOT, PRECISION, False, True)
+        # x50 = AT^T @ x41
+        x50 = _dot_fine(tl.trans(AT), x41, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x46) + -x48
-        S_next = ((S * Gc[:, None]) + x46) + (-x48)
+        # S_next = ((S * Gc) + x48) + -x50
+        S_next = ((S * Gc[:, None]) + x48) + (-x50)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -2101,7 +2103,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
             "finish": (0, 128, 8, 1, 248),
-            "finish_1": (32, 64, 4, 1, 0),
+            "finish_1": (32, 64, 8, 1, 0),
             "finish_2": (32, 64, 4, 1, 0),
         },
     ),
@@ -2347,17 +2349,17 @@ def _forward_triton(
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else initial_state.contiguous()
-    x30 = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
+    x31 = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
     E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
     M3 = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
     U = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
-    x37 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    x39 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
-    x31 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    x32 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
     with _on(q):
         _launch(
@@ -2368,11 +2370,11 @@ def _forward_triton(
             *_strided(k),
             *_strided(j),
             *_strided(g),
-            x30,
+            x31,
             E,
             M3,
             U,
-            x37,
+            x39,
             Gc,
             KT,
             AT,
@@ -2399,7 +2401,7 @@ def _forward_triton(
             *_strided(v),
             QL,
             Aqk,
-            x31,
+            x32,
             Aqa,
             chunks if packed else none,
             scale,
@@ -2417,13 +2419,13 @@ def _forward_triton(
             _forward_scan,
             N * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
-            x31,
-            x37,
+            x32,
+            x39,
             U,
             Aqa,
             Gc,
             KT,
-            x30,
+            x31,
             AT,
             o,
             initial,
@@ -2925,8 +2927,8 @@ def _forward_rows(
     x6 = j * j
     # x7 = sum_K(x6)
     x7 = x6.sum(-1)
-    # x30 = eta * v
-    x30 = eta[..., :, None] * v
+    # x31 = eta * v
+    x31 = eta[..., :, None] * v
     # x5 = sqrt(x4)
     x5 = torch.sqrt(x4)
     # x8 = sqrt(x7)
@@ -2967,74 +2969,76 @@ def _forward_rows(
     x25 = -x24
     # x26 = min(g, x25)
     x26 = torch.where(x25[..., :, None] >= g - 8 * torch.finfo(g.dtype).eps, g, x25[..., :, None])
-    # x33 = gram(k, j; x26, to, strict=True)
-    x33 = _gram(k, j, x26, False, True)
+    # x35 = gram(k, j; x26, to, strict=True)
+    x35 = _gram(k, j, x26, False, True)
     # M3 = gram(k, k; x26, to, strict=True)
     M3 = _gram(k, k, x26, False, True)
-    # x42 = sum[all](x26)
-    x42 = x26.sum(-2)
-    # Gc = exp(x42)
-    Gc = torch.exp(x42)
-    # x44 = sum[after](x26)
-    x44 = _run(x26, 'after')
-    # x45 = exp(x44)
-    x45 = torch.exp(x44)
-    # KT = k * x45
-    KT = k * x45
-    # AT = j * x45
-    AT = j * x45
-    # E = inverse((eta * x33))
-    E = _inverse_of((eta[..., :, None] * x33))
-    # x35 = E * eta^T
-    x35 = E * eta[..., None, :]
+    # x44 = sum[all](x26)
+    x44 = x26.sum(-2)
+    # Gc = exp(x44)
+    Gc = torch.exp(x44)
+    # x46 = sum[after](x26)
+    x46 = _run(x26, 'after')
+    # x47 = exp(x46)
+    x47 = torch.exp(x46)
+    # KT = k * x47
+    KT = k * x47
+    # AT = j * x47
+    AT = j * x47
+    # E = inverse((eta * x35))
+    E = _inverse_of((eta[..., :, None] * x35))
+    # x37 = E * eta^T
+    x37 = E * eta[..., None, :]
     # x27 = sum[to](x26)
     x27 = _run(x26, 'to')
     # x28 = exp(x27)
     x28 = torch.exp(x27)
-    # x37 = x35 @ (k * x28)
-    x37 = x35 @ (k * x28)
-    # x34 = (eta * M3) @ x30
-    x34 = (eta[..., :, None] * M3) @ x30
-    # U = E @ x34
-    U = E @ x34
-    # x = scale * q
-    x = scale * q
-    # QL = x * x28
-    QL = x * x28
-    # Aqk = gram(x, k; x26, to, strict=False)
-    Aqk = _gram(x, k, x26, False, False)
-    # Aqa = gram(x, j; x26, to, strict=False)
-    Aqa = _gram(x, j, x26, False, False)
-    # x31 = Aqk @ x30
-    x31 = Aqk @ x30
+    # x39 = x37 @ (k * x28)
+    x39 = x37 @ (k * x28)
+    # x36 = (eta * M3) @ x31
+    x36 = (eta[..., :, None] * M3) @ x31
+    # U = E @ x36
+    U = E @ x36
+    # QL = (scale * q) * x28
+    QL = (scale * q) * x28
+    # x30 = gram(q, k; x26, to, strict=False)
+    x30 = _gram(q, k, x26, False, False)
+    # x34 = gram(q, j; x26, to, strict=False)
+    x34 = _gram(q, j, x26, False, False)
+    # Aqk = scale * x30
+    Aqk = scale * x30
+    # Aqa = scale * x34
+    Aqa = scale * x34
+    # x32 = Aqk @ x31
+    x32 = Aqk @ x31
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
         QL_here = QL[:, chunk]
-        x31_here = x31[:, chunk]
-        x37_here = x37[:, chunk]
+        x32_here = x32[:, chunk]
+        x39_here = x39[:, chunk]
         U_here = U[:, chunk]
         Aqa_here = Aqa[:, chunk]
         Gc_here = Gc[:, chunk]
         KT_here = KT[:, chunk]
-        x30_here = x30[:, chunk]
+        x31_here = x31[:, chunk]
         AT_here = AT[:, chunk]
         # x29 = QL @ S
         x29 = QL_here @ S
-        # x38 = x37 @ S
-        x38 = x37_here @ S
-        # x39 = U + x38
-        x39 = U_here + x38
-        # x40 = Aqa @ x39
-        x40 = Aqa_here @ x39
-        # o = (x29 + x31) + -x40
-        o = (x29 + x31_here) + (-x40)
-        # x46 = KT^T @ x30
-        x46 = KT_here.mT @ x30_here
-        # x48 = AT^T @ x39
-        x48 = AT_here.mT @ x39
-        # S_next = ((S * Gc) + x46) + -x48
-        S_next = ((S * Gc_here[..., :, None]) + x46) + (-x48)
+        # x40 = x39 @ S
+        x40 = x39_here @ S
+        # x41 = U + x40
+        x41 = U_here + x40
+        # x42 = Aqa @ x41
+        x42 = Aqa_here @ x41
+        # o = (x29 + x32) + -x42
+        o = (x29 + x32_here) + (-x42)
+        # x48 = KT^T @ x31
+        x48 = KT_here.mT @ x31_here
+        # x50 = AT^T @ x41
+        x50 = AT_here.mT @ x41
+        # S_next = ((S * Gc) + x48) + -x50
+        S_next = ((S * Gc_here[..., :, None]) + x48) + (-x50)
         o_all.append(o)
         S = S_next
     end_S = S

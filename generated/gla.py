@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 6ea7240b:
+# gated linear attention, one decay a channel, program 09ecda24:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_6ea7240b"
+_NAME = "gla_09ecda24"
 
 
 #: What kernels are not compiled anew for.
@@ -377,7 +377,7 @@ def _forward_prepare(
     v_stride_h,
     QL_out,
     Aqk_out,
-    x5_out,
+    x6_out,
     Gc_out,
     KT_out,
     places_ptr,
@@ -420,27 +420,25 @@ def _forward_prepare(
         rows = T - start
     row = tl.arange(0, C)
     in_c = row < rows
-    Aqk = tl.zeros([C, C, ], tl.float32)
+    x5 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # Aqk = gram(x, k; g, to, strict=False)
+        # x5 = gram(q, k; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(x, C, BK)
+        operand_0_16 = _blocks(q, C, BK)
         operand_1_16 = _blocks(k, C, BK)
-        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        x5_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
             left_0_16 = (operand_0_16 * decay_16).to(TREE)
             right_1_16 = (operand_1_16 * decay_16).to(TREE)
-            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            x5_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -448,52 +446,54 @@ def _forward_prepare(
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
         left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
-        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
-        Aqk += _from_blocks(Aqk_16, C)
+        x5_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        x5 += _from_blocks(x5_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (x * decay).to(TREE)
+            left_0 = (q * decay).to(TREE)
             right_1 = (k * decay).to(TREE)
-            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            x5 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (x * decay_left).to(TREE)
+            left_0 = (q * decay_left).to(TREE)
             right_1 = (k * decay_right).to(TREE)
-            Aqk += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            x5 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
-        # QL = x * exp(x2)
-        QL = x * tl.exp(x2)
+        # QL = (scale * q) * exp(x2)
+        QL = (scale * q) * tl.exp(x2)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # x6 = sum[all](g)
-        x6 = tl.sum(g, 0)
-        # Gc = exp(x6)
-        Gc = tl.exp(x6)
+        # x7 = sum[all](g)
+        x7 = tl.sum(g, 0)
+        # Gc = exp(x7)
+        Gc = tl.exp(x7)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x8 = sum[after](g)
-        x8 = _sums(_keep_after(row), g, GATE_PARTS)
-        # KT = k * exp(x8)
-        KT = k * tl.exp(x8)
+        # x9 = sum[after](g)
+        x9 = _sums(_keep_after(row), g, GATE_PARTS)
+        # KT = k * exp(x9)
+        KT = k * tl.exp(x9)
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
+    # Aqk = scale * x5
+    Aqk = scale * x5
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x5 = Aqk @ v
-        x5 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
+        # x6 = Aqk @ v
+        x6 = _dot(Aqk, v, DOT, PRECISION)
+        _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
     QL_ptr,
-    x5_ptr,
+    x6_ptr,
     Gc_ptr,
     KT_ptr,
     v_ptr,
@@ -566,18 +566,18 @@ def _forward_scan(
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
-        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # o = x4 + x5
-        o = x4 + x5.to(tl.float32)
+        x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # o = x4 + x6
+        o = x4 + x6.to(tl.float32)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x10 = KT^T @ v
-        x10 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x11 = KT^T @ v
+        x11 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = (S * Gc) + x10
-        S_next = (S * Gc[:, None]) + x10
+        # S_next = (S * Gc) + x11
+        S_next = (S * Gc[:, None]) + x11
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1366,7 +1366,7 @@ def _forward_triton(
     initial = none if initial_state is None else initial_state.contiguous()
     QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    x6 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     Gc = q.new_empty((B, NT, HV, K), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     with _on(q):
@@ -1379,7 +1379,7 @@ def _forward_triton(
             *_strided(v),
             QL,
             Aqk,
-            x5,
+            x6,
             Gc,
             KT,
             chunks if packed else none,
@@ -1398,7 +1398,7 @@ def _forward_triton(
             _forward_scan,
             N * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
-            x5,
+            x6,
             Gc,
             KT,
             *_strided(v),
@@ -1787,40 +1787,40 @@ def _forward_rows(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g,))
-    # x = scale * q
-    x = scale * q
     # x2 = sum[to](g)
     x2 = _run(g, 'to')
-    # QL = x * exp(x2)
-    QL = x * torch.exp(x2)
-    # Aqk = gram(x, k; g, to, strict=False)
-    Aqk = _gram(x, k, g, False, False)
-    # x6 = sum[all](g)
-    x6 = g.sum(-2)
-    # Gc = exp(x6)
-    Gc = torch.exp(x6)
-    # x8 = sum[after](g)
-    x8 = _run(g, 'after')
-    # KT = k * exp(x8)
-    KT = k * torch.exp(x8)
-    # x5 = Aqk @ v
-    x5 = Aqk @ v
+    # QL = (scale * q) * exp(x2)
+    QL = (scale * q) * torch.exp(x2)
+    # x5 = gram(q, k; g, to, strict=False)
+    x5 = _gram(q, k, g, False, False)
+    # x7 = sum[all](g)
+    x7 = g.sum(-2)
+    # Gc = exp(x7)
+    Gc = torch.exp(x7)
+    # x9 = sum[after](g)
+    x9 = _run(g, 'after')
+    # KT = k * exp(x9)
+    KT = k * torch.exp(x9)
+    # Aqk = scale * x5
+    Aqk = scale * x5
+    # x6 = Aqk @ v
+    x6 = Aqk @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
         QL_here = QL[:, chunk]
-        x5_here = x5[:, chunk]
+        x6_here = x6[:, chunk]
         Gc_here = Gc[:, chunk]
         KT_here = KT[:, chunk]
         v_here = v[:, chunk]
         # x4 = QL @ S
         x4 = QL_here @ S
-        # o = x4 + x5
-        o = x4 + x5_here
-        # x10 = KT^T @ v
-        x10 = KT_here.mT @ v_here
-        # S_next = (S * Gc) + x10
-        S_next = (S * Gc_here[..., :, None]) + x10
+        # o = x4 + x6
+        o = x4 + x6_here
+        # x11 = KT^T @ v
+        x11 = KT_here.mT @ v_here
+        # S_next = (S * Gc) + x11
+        S_next = (S * Gc_here[..., :, None]) + x11
         o_all.append(o)
         S = S_next
     end_S = S

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program f203d6ff:
+# Kimi Delta Attention, program 5fa08100:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda", "kda_step"]
 
-_NAME = "kda_f203d6ff"
+_NAME = "kda_5fa08100"
 
 
 #: What kernels are not compiled anew for.
@@ -466,15 +466,15 @@ def _forward_prepare(
             left_0 = (k * decay_left).to(TREE)
             right_1 = (k * decay_right).to(TREE)
             x2 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
-        # x13 = sum[after](g)
-        x13 = _sums(_keep_after(row), g, GATE_PARTS)
-        # KT = k * exp(x13)
-        KT = k * tl.exp(x13)
+        # x14 = sum[after](g)
+        x14 = _sums(_keep_after(row), g, GATE_PARTS)
+        # KT = k * exp(x14)
+        KT = k * tl.exp(x14)
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # x16 = sum[all](g)
-        x16 = tl.sum(g, 0)
-        # Gc = exp(x16)
-        Gc = tl.exp(x16)
+        # x17 = sum[all](g)
+        x17 = tl.sum(g, 0)
+        # Gc = exp(x17)
+        Gc = tl.exp(x17)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
     # E = inverse((beta * x2))
@@ -558,27 +558,25 @@ def _forward_prepare_1(
         rows = T - start
     row = tl.arange(0, C)
     in_c = row < rows
-    Aqk = tl.zeros([C, C, ], tl.float32)
+    x = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # Aqk = gram(x, k; g, to, strict=False)
+        # x = gram(q, k; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(x, C, BK)
+        operand_0_16 = _blocks(q, C, BK)
         operand_1_16 = _blocks(k, C, BK)
-        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        x_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
             edge_16 = _edge(lane, level)[None, :, :]
             left_0_16 = (operand_0_16 * decay_16).to(TREE)
             right_1_16 = (operand_1_16 * decay_16).to(TREE)
-            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            x_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -586,27 +584,29 @@ def _forward_prepare_1(
         decay_right_16 = tl.where(second_16, 0.0, decay_16)
         left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
-        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
-        Aqk += _from_blocks(Aqk_16, C)
+        x_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        x += _from_blocks(x_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (x * decay).to(TREE)
+            left_0 = (q * decay).to(TREE)
             right_1 = (k * decay).to(TREE)
-            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            x += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (x * decay_left).to(TREE)
+            left_0 = (q * decay_left).to(TREE)
             right_1 = (k * decay_right).to(TREE)
-            Aqk += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            x += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
         # x5 = sum[to](g)
         x5 = _sums(_keep_to(row), g, GATE_PARTS)
-        # QL = x * exp(x5)
-        QL = x * tl.exp(x5)
+        # QL = (scale * q) * exp(x5)
+        QL = (scale * q) * tl.exp(x5)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+    # Aqk = scale * x
+    Aqk = scale * x
     _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
 
 
@@ -691,18 +691,18 @@ def _forward_scan(
         # x11 = Aqk @ Vnew
         x11 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x12 = QL @ S
-        x12 = _dot(QL, S, DOT, PRECISION)
-        # o = x11 + x12
-        o = x11 + x12
+        # x13 = QL @ S
+        x13 = _dot(QL, S, DOT, PRECISION)
+        # o = x11 + x13
+        o = x11 + x13
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x15 = KT^T @ Vnew
-        x15 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
+        # x16 = KT^T @ Vnew
+        x16 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = x15 + (S * Gc)
-        S_next = x15 + (S * Gc[:, None])
+        # S_next = x16 + (S * Gc)
+        S_next = x16 + (S * Gc[:, None])
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1401,7 +1401,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
             "finish": (0, 128, 8, 1, 248),
-            "finish_1": (32, 64, 4, 1, 0),
+            "finish_1": (16, 64, 4, 1, 0),
         },
     ),
     (
@@ -1427,7 +1427,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "scan": (0, 32, 4, 3, 0),
             "reverse": (0, 32, 4, 3, 0),
             "finish": (0, 32, 8, 1, 248),
-            "finish_1": (32, 64, 4, 1, 0),
+            "finish_1": (16, 64, 4, 1, 0),
         },
     ),
     (
@@ -2126,14 +2126,14 @@ def _forward_rows(
     q, k, v, g, beta, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g, beta,))
     # x2 = gram(k, k; g, to, strict=True)
     x2 = _gram(k, k, g, False, True)
-    # x13 = sum[after](g)
-    x13 = _run(g, 'after')
-    # KT = k * exp(x13)
-    KT = k * torch.exp(x13)
-    # x16 = sum[all](g)
-    x16 = g.sum(-2)
-    # Gc = exp(x16)
-    Gc = torch.exp(x16)
+    # x14 = sum[after](g)
+    x14 = _run(g, 'after')
+    # KT = k * exp(x14)
+    KT = k * torch.exp(x14)
+    # x17 = sum[all](g)
+    x17 = g.sum(-2)
+    # Gc = exp(x17)
+    Gc = torch.exp(x17)
     # E = inverse((beta * x2))
     E = _inverse_of((beta[..., :, None] * x2))
     # x3 = E * beta^T
@@ -2146,12 +2146,12 @@ def _forward_rows(
     x8 = x3 @ (k * x6)
     # x4 = x3 @ v
     x4 = x3 @ v
-    # x = scale * q
-    x = scale * q
-    # Aqk = gram(x, k; g, to, strict=False)
-    Aqk = _gram(x, k, g, False, False)
-    # QL = x * x6
-    QL = x * x6
+    # x = gram(q, k; g, to, strict=False)
+    x = _gram(q, k, g, False, False)
+    # QL = (scale * q) * x6
+    QL = (scale * q) * x6
+    # Aqk = scale * x
+    Aqk = scale * x
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
@@ -2167,14 +2167,14 @@ def _forward_rows(
         Vnew = x4_here + (-x9)
         # x11 = Aqk @ Vnew
         x11 = Aqk_here @ Vnew
-        # x12 = QL @ S
-        x12 = QL_here @ S
-        # o = x11 + x12
-        o = x11 + x12
-        # x15 = KT^T @ Vnew
-        x15 = KT_here.mT @ Vnew
-        # S_next = x15 + (S * Gc)
-        S_next = x15 + (S * Gc_here[..., :, None])
+        # x13 = QL @ S
+        x13 = QL_here @ S
+        # o = x11 + x13
+        o = x11 + x13
+        # x16 = KT^T @ Vnew
+        x16 = KT_here.mT @ Vnew
+        # S_next = x16 + (S * Gc)
+        S_next = x16 + (S * Gc_here[..., :, None])
         o_all.append(o)
         S = S_next
     end_S = S

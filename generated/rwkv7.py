@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program f88164df:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 785f07e9:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
-_NAME = "rwkv7_f88164df"
+_NAME = "rwkv7_785f07e9"
 
 
 #: What kernels are not compiled anew for.
@@ -438,7 +438,7 @@ def _forward_prepare(
         rows = T - start
     row = tl.arange(0, C)
     in_c = row < rows
-    x7 = tl.zeros([C, C, ], tl.float32)
+    x9 = tl.zeros([C, C, ], tl.float32)
     M3 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -447,13 +447,13 @@ def _forward_prepare(
         b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x7 = gram(a, b; g, before, strict=True)
+        # x9 = gram(a, b; g, before, strict=True)
         # M3 = gram(a, k; g, before, strict=True)
         g_16 = _blocks(g, C, BK)
         operand_0_16 = _blocks(a, C, BK)
         operand_1_16 = _blocks(b, C, BK)
         operand_2_16 = _blocks(k, C, BK)
-        x7_16 = _block_zeros(C, 16)
+        x9_16 = _block_zeros(C, 16)
         M3_16 = _block_zeros(C, 16)
         lane = tl.arange(0, 16)
         for level in range(3):
@@ -463,7 +463,7 @@ def _forward_prepare(
             left_0_16 = (operand_0_16 * decay_before_16).to(TREE)
             right_1_16 = (operand_1_16 * decay_16).to(TREE)
             right_2_16 = (operand_2_16 * decay_16).to(TREE)
-            x7_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            x9_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
             M3_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
@@ -475,9 +475,9 @@ def _forward_prepare(
         left_0_16 = (operand_0_16 * decay_before_left_16).to(TREE)
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
         right_2_16 = (operand_2_16 * decay_right_16).to(TREE)
-        x7_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        x9_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
         M3_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
-        x7 += _from_blocks(x7_16, C)
+        x9 += _from_blocks(x9_16, C)
         M3 += _from_blocks(M3_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
@@ -486,7 +486,7 @@ def _forward_prepare(
             left_0 = (a * decay_before).to(TREE)
             right_1 = (b * decay).to(TREE)
             right_2 = (k * decay).to(TREE)
-            x7 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            x9 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
             M3 += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
@@ -498,47 +498,47 @@ def _forward_prepare(
             left_0 = (a * decay_before_left).to(TREE)
             right_1 = (b * decay_right).to(TREE)
             right_2 = (k * decay_right).to(TREE)
-            x7 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            x9 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
             M3 += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
-        # x15 = sum[all](g)
-        x15 = tl.sum(g, 0)
-        # Gc = exp(x15)
-        Gc = tl.exp(x15)
+        # x17 = sum[all](g)
+        x17 = tl.sum(g, 0)
+        # Gc = exp(x17)
+        Gc = tl.exp(x17)
         tl.store(Gc_out + tile * K + col_k, Gc, mask=col_k < K)
-        # x17 = sum[after](g)
-        x17 = _sums(_keep_after(row), g, GATE_PARTS)
-        # x18 = exp(x17)
-        x18 = tl.exp(x17)
-        # KT = k * x18
-        KT = k * x18
+        # x19 = sum[after](g)
+        x19 = _sums(_keep_after(row), g, GATE_PARTS)
+        # x20 = exp(x19)
+        x20 = tl.exp(x19)
+        # KT = k * x20
+        KT = k * x20
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        # AT = b * x18
-        AT = b * x18
+        # AT = b * x20
+        AT = b * x20
         _store_rows(AT_out + tile * C * K, AT, row, col_k, K, C, K, K % BK == 0)
     if SAVE:
         _store_rows(M3_out + tile * C * C, M3, row, row, C, C, C, True)
-    # E = inverse(-x7)
-    E = _inverse((-x7), row, C, LEVELS, DOT, SOLVE, FINE)
+    # E = inverse(-x9)
+    E = _inverse((-x9), row, C, LEVELS, DOT, SOLVE, FINE)
     if SAVE:
         _store_rows(E_out + tile * C * C, E, row, row, C, C, C, True)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x9 = sum[before](g)
-        x9 = _sums(_keep_before(row), g, GATE_PARTS)
+        # x11 = sum[before](g)
+        x11 = _sums(_keep_before(row), g, GATE_PARTS)
         a = _load_rows(a_ptr + (batch * a_stride_b + start * a_stride_t + head * a_stride_h) * UNIT_K, row, col_k, a_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # W = E @ (a * exp(x9))
-        W = _dot_fine(E, (a * tl.exp(x9)), DOT, PRECISION, True, False)
+        # W = E @ (a * exp(x11))
+        W = _dot_fine(E, (a * tl.exp(x11)), DOT, PRECISION, True, False)
         _store_rows(W_out + tile * C * K, W, row, col_k, K, C, K, K % BK == 0)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x8 = M3 @ v
-        x8 = _dot(M3, v, DOT, PRECISION)
-        # U = E @ x8
-        U = _dot_fine(E, x8, DOT, PRECISION, True, False)
+        # x10 = M3 @ v
+        x10 = _dot(M3, v, DOT, PRECISION)
+        # U = E @ x10
+        U = _dot_fine(E, x10, DOT, PRECISION, True, False)
         _store_rows(U_out + tile * C * V, U, row, col_v, V, C, V, V % BV == 0)
 
 
@@ -566,7 +566,7 @@ def _forward_prepare_1(
     b_stride_h,
     QL_out,
     Aqk_out,
-    x5_out,
+    x6_out,
     Aqa_out,
     places_ptr,
     scale,
@@ -608,25 +608,23 @@ def _forward_prepare_1(
         rows = T - start
     row = tl.arange(0, C)
     in_c = row < rows
-    Aqk = tl.zeros([C, C, ], tl.float32)
-    Aqa = tl.zeros([C, C, ], tl.float32)
+    x5 = tl.zeros([C, C, ], tl.float32)
+    x8 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         g = _load_rows(g_ptr + (batch * g_stride_b + start * g_stride_t + head_v * g_stride_h) * UNIT_K, row, col_k, g_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         b = _load_rows(b_ptr + (batch * b_stride_b + start * b_stride_t + head * b_stride_h) * UNIT_K, row, col_k, b_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # Aqk = gram(x, k; g, to, strict=False)
-        # Aqa = gram(x, b; g, to, strict=False)
+        # x5 = gram(q, k; g, to, strict=False)
+        # x8 = gram(q, b; g, to, strict=False)
         g_16 = _blocks(g, C, BK)
-        operand_0_16 = _blocks(x, C, BK)
+        operand_0_16 = _blocks(q, C, BK)
         operand_1_16 = _blocks(k, C, BK)
         operand_2_16 = _blocks(b, C, BK)
-        Aqk_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
-        Aqa_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
+        x5_16 = _block_diagonals(tl.sum(operand_0_16 * operand_1_16, 2))
+        x8_16 = _block_diagonals(tl.sum(operand_0_16 * operand_2_16, 2))
         lane = tl.arange(0, 16)
         for level in range(3):
             decay_16 = tl.exp(_block_sums(_reach(lane, level, False), g_16, C, GATE_PARTS))
@@ -634,8 +632,8 @@ def _forward_prepare_1(
             left_0_16 = (operand_0_16 * decay_16).to(TREE)
             right_1_16 = (operand_1_16 * decay_16).to(TREE)
             right_2_16 = (operand_2_16 * decay_16).to(TREE)
-            Aqk_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
-            Aqa_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            x5_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION), 0.0)
+            x8_16 += tl.where(edge_16, _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION), 0.0)
         # The highest level of a block, and of the chunk below: two halves, so rows alone pick the pairs.
         decay_16 = tl.exp(_block_sums(_reach(lane, 3, False), g_16, C, GATE_PARTS))
         second_16 = (lane >= 8)[None, :, None]
@@ -644,49 +642,53 @@ def _forward_prepare_1(
         left_0_16 = (operand_0_16 * decay_left_16).to(TREE)
         right_1_16 = (operand_1_16 * decay_right_16).to(TREE)
         right_2_16 = (operand_2_16 * decay_right_16).to(TREE)
-        Aqk_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
-        Aqa_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
-        Aqk += _from_blocks(Aqk_16, C)
-        Aqa += _from_blocks(Aqa_16, C)
+        x5_16 += _dot(left_0_16, tl.permute(right_1_16, (0, 2, 1)), TREE, PRECISION)
+        x8_16 += _dot(left_0_16, tl.permute(right_2_16, (0, 2, 1)), TREE, PRECISION)
+        x5 += _from_blocks(x5_16, C)
+        x8 += _from_blocks(x8_16, C)
         for level in range(4, LEVELS - 1):
             decay = tl.exp(_sums(_reach(row, level, False), g, GATE_PARTS))
             edge = _edge(row, level)
-            left_0 = (x * decay).to(TREE)
+            left_0 = (q * decay).to(TREE)
             right_1 = (k * decay).to(TREE)
             right_2 = (b * decay).to(TREE)
-            Aqk += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
-            Aqa += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
+            x5 += tl.where(edge, _dot(left_0, tl.trans(right_1), TREE, PRECISION), 0.0)
+            x8 += tl.where(edge, _dot(left_0, tl.trans(right_2), TREE, PRECISION), 0.0)
         if LEVELS > 4:
             decay = tl.exp(_sums(_reach(row, LEVELS - 1, False), g, GATE_PARTS))
             second = (row >= C // 2)[:, None]
             decay_left = tl.where(second, decay, 0.0)
             decay_right = tl.where(second, 0.0, decay)
-            left_0 = (x * decay_left).to(TREE)
+            left_0 = (q * decay_left).to(TREE)
             right_1 = (k * decay_right).to(TREE)
             right_2 = (b * decay_right).to(TREE)
-            Aqk += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
-            Aqa += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
+            x5 += _dot(left_0, tl.trans(right_1), TREE, PRECISION)
+            x8 += _dot(left_0, tl.trans(right_2), TREE, PRECISION)
         # x2 = sum[to](g)
         x2 = _sums(_keep_to(row), g, GATE_PARTS)
-        # QL = x * exp(x2)
-        QL = x * tl.exp(x2)
+        # QL = (scale * q) * exp(x2)
+        QL = (scale * q) * tl.exp(x2)
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+    # Aqk = scale * x5
+    Aqk = scale * x5
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
+    # Aqa = scale * x8
+    Aqa = scale * x8
     _store_rows(Aqa_out + tile * C * C, Aqa, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x5 = Aqk @ v
-        x5 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
+        # x6 = Aqk @ v
+        x6 = _dot(Aqk, v, DOT, PRECISION)
+        _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
     QL_ptr,
-    x5_ptr,
+    x6_ptr,
     W_ptr,
     U_ptr,
     Aqa_ptr,
@@ -764,29 +766,29 @@ def _forward_scan(
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x12 = W @ S
-        x12 = _dot(W, S, DOT, PRECISION)
+        # x14 = W @ S
+        x14 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x13 = U + x12
-        x13 = U.to(tl.float32) + x12
+        # x15 = U + x14
+        x15 = U.to(tl.float32) + x14
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
-        # x14 = Aqa @ x13
-        x14 = _dot_fine(Aqa, x13, DOT, PRECISION, False, FINE)
-        x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # o = (x4 + x5) + x14
-        o = (x4 + x5.to(tl.float32)) + x14
+        # x16 = Aqa @ x15
+        x16 = _dot_fine(Aqa, x15, DOT, PRECISION, False, FINE)
+        x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # o = (x4 + x6) + x16
+        o = (x4 + x6.to(tl.float32)) + x16
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x19 = KT^T @ v
-        x19 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x21 = KT^T @ v
+        x21 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x21 = AT^T @ x13
-        x21 = _dot_fine(tl.trans(AT), x13, DOT, PRECISION, False, True)
+        # x23 = AT^T @ x15
+        x23 = _dot_fine(tl.trans(AT), x15, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # S_next = ((S * Gc) + x19) + x21
-        S_next = ((S * Gc[:, None]) + x19) + x21
+        # S_next = ((S * Gc) + x21) + x23
+        S_next = ((S * Gc[:, None]) + x21) + x23
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1622,7 +1624,7 @@ _CONFIGS: tuple[tuple[str, int, int, dict[str, tuple[int, int, int, int, int]]],
             "scan": (0, 64, 4, 3, 0),
             "reverse": (0, 64, 4, 3, 0),
             "finish": (0, 128, 8, 1, 248),
-            "finish_1": (32, 64, 4, 1, 0),
+            "finish_1": (32, 64, 8, 1, 0),
         },
     ),
     (
@@ -1872,7 +1874,7 @@ def _forward_triton(
     AT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
-    x5 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    x6 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     Aqa = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"])
     with _on(q):
         _launch(
@@ -1912,7 +1914,7 @@ def _forward_triton(
             *_strided(b),
             QL,
             Aqk,
-            x5,
+            x6,
             Aqa,
             chunks if packed else none,
             scale,
@@ -1930,7 +1932,7 @@ def _forward_triton(
             _forward_scan,
             N * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
-            x5,
+            x6,
             W,
             U,
             Aqa,
@@ -2382,49 +2384,51 @@ def _forward_rows(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
     q, k, v, a, b, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, a, b, g,))
-    # x7 = gram(a, b; g, before, strict=True)
-    x7 = _gram(a, b, g, True, True)
+    # x9 = gram(a, b; g, before, strict=True)
+    x9 = _gram(a, b, g, True, True)
     # M3 = gram(a, k; g, before, strict=True)
     M3 = _gram(a, k, g, True, True)
-    # x15 = sum[all](g)
-    x15 = g.sum(-2)
-    # Gc = exp(x15)
-    Gc = torch.exp(x15)
-    # x17 = sum[after](g)
-    x17 = _run(g, 'after')
-    # x18 = exp(x17)
-    x18 = torch.exp(x17)
-    # KT = k * x18
-    KT = k * x18
-    # AT = b * x18
-    AT = b * x18
-    # E = inverse(-x7)
-    E = _inverse_of((-x7))
-    # x9 = sum[before](g)
-    x9 = _run(g, 'before')
-    # W = E @ (a * exp(x9))
-    W = E @ (a * torch.exp(x9))
-    # x8 = M3 @ v
-    x8 = M3 @ v
-    # U = E @ x8
-    U = E @ x8
-    # x = scale * q
-    x = scale * q
+    # x17 = sum[all](g)
+    x17 = g.sum(-2)
+    # Gc = exp(x17)
+    Gc = torch.exp(x17)
+    # x19 = sum[after](g)
+    x19 = _run(g, 'after')
+    # x20 = exp(x19)
+    x20 = torch.exp(x19)
+    # KT = k * x20
+    KT = k * x20
+    # AT = b * x20
+    AT = b * x20
+    # E = inverse(-x9)
+    E = _inverse_of((-x9))
+    # x11 = sum[before](g)
+    x11 = _run(g, 'before')
+    # W = E @ (a * exp(x11))
+    W = E @ (a * torch.exp(x11))
+    # x10 = M3 @ v
+    x10 = M3 @ v
+    # U = E @ x10
+    U = E @ x10
     # x2 = sum[to](g)
     x2 = _run(g, 'to')
-    # QL = x * exp(x2)
-    QL = x * torch.exp(x2)
-    # Aqk = gram(x, k; g, to, strict=False)
-    Aqk = _gram(x, k, g, False, False)
-    # Aqa = gram(x, b; g, to, strict=False)
-    Aqa = _gram(x, b, g, False, False)
-    # x5 = Aqk @ v
-    x5 = Aqk @ v
+    # QL = (scale * q) * exp(x2)
+    QL = (scale * q) * torch.exp(x2)
+    # x5 = gram(q, k; g, to, strict=False)
+    x5 = _gram(q, k, g, False, False)
+    # x8 = gram(q, b; g, to, strict=False)
+    x8 = _gram(q, b, g, False, False)
+    # Aqk = scale * x5
+    Aqk = scale * x5
+    # Aqa = scale * x8
+    Aqa = scale * x8
+    # x6 = Aqk @ v
+    x6 = Aqk @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
         QL_here = QL[:, chunk]
-        x5_here = x5[:, chunk]
+        x6_here = x6[:, chunk]
         W_here = W[:, chunk]
         U_here = U[:, chunk]
         Aqa_here = Aqa[:, chunk]
@@ -2434,20 +2438,20 @@ def _forward_rows(
         AT_here = AT[:, chunk]
         # x4 = QL @ S
         x4 = QL_here @ S
-        # x12 = W @ S
-        x12 = W_here @ S
-        # x13 = U + x12
-        x13 = U_here + x12
-        # x14 = Aqa @ x13
-        x14 = Aqa_here @ x13
-        # o = (x4 + x5) + x14
-        o = (x4 + x5_here) + x14
-        # x19 = KT^T @ v
-        x19 = KT_here.mT @ v_here
-        # x21 = AT^T @ x13
-        x21 = AT_here.mT @ x13
-        # S_next = ((S * Gc) + x19) + x21
-        S_next = ((S * Gc_here[..., :, None]) + x19) + x21
+        # x14 = W @ S
+        x14 = W_here @ S
+        # x15 = U + x14
+        x15 = U_here + x14
+        # x16 = Aqa @ x15
+        x16 = Aqa_here @ x15
+        # o = (x4 + x6) + x16
+        o = (x4 + x6_here) + x16
+        # x21 = KT^T @ v
+        x21 = KT_here.mT @ v_here
+        # x23 = AT^T @ x15
+        x23 = AT_here.mT @ x15
+        # S_next = ((S * Gc) + x21) + x23
+        S_next = ((S * Gc_here[..., :, None]) + x21) + x23
         o_all.append(o)
         S = S_next
     end_S = S

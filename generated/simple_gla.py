@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program 6d9047b8:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program ea992882:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla", "simple_gla_step"]
 
-_NAME = "simple_gla_6d9047b8"
+_NAME = "simple_gla_ea992882"
 
 
 #: What kernels are not compiled anew for.
@@ -377,7 +377,7 @@ def _forward_prepare(
     v_stride_h,
     QL_out,
     Aqk_out,
-    x7_out,
+    x8_out,
     Gc_out,
     KT_out,
     places_ptr,
@@ -425,50 +425,48 @@ def _forward_prepare(
     x2 = _sums_of_numbers(_keep_to(row), g)
     # x3 = exp(x2)
     x3 = tl.exp(x2)
-    # x8 = sum[all](g)
-    x8 = tl.sum(g, 0)
-    # Gc = exp(x8)
-    Gc = tl.exp(x8)
+    # x9 = sum[all](g)
+    x9 = tl.sum(g, 0)
+    # Gc = exp(x9)
+    Gc = tl.exp(x9)
     tl.store(Gc_out + tile, Gc)
-    # x10 = sum[after](g)
-    x10 = _sums_of_numbers(_keep_after(row), g)
-    # x11 = exp(x10)
-    x11 = tl.exp(x10)
+    # x11 = sum[after](g)
+    x11 = _sums_of_numbers(_keep_after(row), g)
+    # x12 = exp(x11)
+    x12 = tl.exp(x11)
     x6 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x = scale * q
-        x = scale * q
-        # QL = x * x3
-        QL = x * x3[:, None]
+        # QL = (scale * q) * x3
+        QL = (scale * q) * x3[:, None]
         _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x6 = x @ k^T
-        x6 += _dot(x, tl.trans(k), DOT, PRECISION)
-        # KT = k * x11
-        KT = k * x11[:, None]
+        # x6 = q @ k^T
+        x6 += _dot(q, tl.trans(k), DOT, PRECISION)
+        # KT = k * x12
+        KT = k * x12[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
     # x5 = pair(g, to, strict=False)
     x5 = _pairs(g, row, False, False)
-    # Aqk = x5 * x6
-    Aqk = x5 * x6
+    # Aqk = scale * (x5 * x6)
+    Aqk = scale * (x5 * x6)
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x7 = Aqk @ v
-        x7 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x7_out + tile * C * V, x7, row, col_v, V, C, V, V % BV == 0)
+        # x8 = Aqk @ v
+        x8 = _dot(Aqk, v, DOT, PRECISION)
+        _store_rows(x8_out + tile * C * V, x8, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
     QL_ptr,
-    x7_ptr,
+    x8_ptr,
     Gc_ptr,
     KT_ptr,
     v_ptr,
@@ -541,18 +539,18 @@ def _forward_scan(
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
-        x7 = _load_rows(x7_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # o = x4 + x7
-        o = x4 + x7.to(tl.float32)
+        x8 = _load_rows(x8_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # o = x4 + x8
+        o = x4 + x8.to(tl.float32)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x12 = KT^T @ v
-        x12 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        # x13 = KT^T @ v
+        x13 = _dot(tl.trans(KT), v, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = (S * Gc) + x12
-        S_next = (S * Gc) + x12
+        # S_next = (S * Gc) + x13
+        S_next = (S * Gc) + x13
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -1289,7 +1287,7 @@ def _forward_triton(
     initial = none if initial_state is None else initial_state.contiguous()
     QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
-    x7 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    x8 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     with _on(q):
@@ -1302,7 +1300,7 @@ def _forward_triton(
             *_strided(v),
             QL,
             Aqk,
-            x7,
+            x8,
             Gc,
             KT,
             chunks if packed else none,
@@ -1321,7 +1319,7 @@ def _forward_triton(
             _forward_scan,
             N * HV * -(-V // own["forward.scan"]["BV"]),
             QL,
-            x7,
+            x8,
             Gc,
             KT,
             *_strided(v),
@@ -1711,42 +1709,40 @@ def _forward_rows(
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g,))
     # x2 = sum[to](g)
     x2 = _run(g[..., None], 'to')[..., 0]
-    # x8 = sum[all](g)
-    x8 = g.sum(-1)
-    # Gc = exp(x8)
-    Gc = torch.exp(x8)
-    # x10 = sum[after](g)
-    x10 = _run(g[..., None], 'after')[..., 0]
-    # x = scale * q
-    x = scale * q
-    # QL = x * exp(x2)
-    QL = x * torch.exp(x2)[..., :, None]
-    # x6 = x @ k^T
-    x6 = x @ k.mT
-    # KT = k * exp(x10)
-    KT = k * torch.exp(x10)[..., :, None]
+    # x9 = sum[all](g)
+    x9 = g.sum(-1)
+    # Gc = exp(x9)
+    Gc = torch.exp(x9)
+    # x11 = sum[after](g)
+    x11 = _run(g[..., None], 'after')[..., 0]
+    # QL = (scale * q) * exp(x2)
+    QL = (scale * q) * torch.exp(x2)[..., :, None]
+    # x6 = q @ k^T
+    x6 = q @ k.mT
+    # KT = k * exp(x11)
+    KT = k * torch.exp(x11)[..., :, None]
     # x5 = pair(g, to, strict=False)
     x5 = _pairs_of(g, False, False)
-    # Aqk = x5 * x6
-    Aqk = x5 * x6
-    # x7 = Aqk @ v
-    x7 = Aqk @ v
+    # Aqk = scale * (x5 * x6)
+    Aqk = scale * (x5 * x6)
+    # x8 = Aqk @ v
+    x8 = Aqk @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
         QL_here = QL[:, chunk]
-        x7_here = x7[:, chunk]
+        x8_here = x8[:, chunk]
         Gc_here = Gc[:, chunk]
         KT_here = KT[:, chunk]
         v_here = v[:, chunk]
         # x4 = QL @ S
         x4 = QL_here @ S
-        # o = x4 + x7
-        o = x4 + x7_here
-        # x12 = KT^T @ v
-        x12 = KT_here.mT @ v_here
-        # S_next = (S * Gc) + x12
-        S_next = (S * Gc_here[..., None, None]) + x12
+        # o = x4 + x8
+        o = x4 + x8_here
+        # x13 = KT^T @ v
+        x13 = KT_here.mT @ v_here
+        # S_next = (S * Gc) + x13
+        S_next = (S * Gc_here[..., None, None]) + x13
         o_all.append(o)
         S = S_next
     end_S = S
