@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from dplrgen.errors import IRError
-from dplrgen.ir import Axes, Node, const, matmul, node, safe_div, show, topological
+from dplrgen.ir import Axes, Node, const, matmul, node, safe_div, show, sigmoid, topological
 from dplrgen.passes import spread, zero
 
 __all__ = ["VJP", "gradient", "vjp"]
@@ -98,6 +98,16 @@ def _exp(n: Node, d: Node) -> Sequence[Node | None]:
 @vjp("log")
 def _log(n: Node, d: Node) -> Sequence[Node | None]:
     return (d / n.args[0],)
+
+
+@vjp("log_decay")
+def _log_decay(n: Node, d: Node) -> Sequence[Node | None]:
+    return (safe_div(d, node("above", n.args[0])),)
+
+
+@vjp("log_sigmoid")
+def _log_sigmoid(n: Node, d: Node) -> Sequence[Node | None]:
+    return (d * sigmoid(-n.args[0]),)
 
 
 @vjp("sqrt")

@@ -370,6 +370,24 @@ _elementwise(
 )
 _elementwise("exp", 1, "exp({0})", "torch.exp({0})", "tl.exp({0})", math.exp)
 _elementwise("log", 1, "log({0})", "torch.log({0})", "tl.log({0})", math.log)
+# Of a decay. One below 1e-30 counts as 1e-30, with derivative 0: so that alpha = 0 has a finite logarithm.
+_elementwise(
+    "log_decay",
+    1,
+    "log({0})",
+    "torch.log(torch.clamp_min({0}, 1e-30))",
+    "tl.log(tl.where({0} < 1e-30, 1e-30, {0}))",
+    lambda x: math.log(max(x, 1e-30)),
+)
+_elementwise("above", 1, "above({0})", "torch.where({0} < 1e-30, 0, {0})", "tl.where({0} < 1e-30, 0.0, {0})", float)
+_elementwise(
+    "log_sigmoid",
+    1,
+    "log_sigmoid({0})",
+    "torch.nn.functional.logsigmoid({0})",
+    "(tl.minimum({0}, 0.0) - tl.log(1.0 + tl.exp(-tl.abs({0}))))",
+    lambda x: min(x, 0.0) - math.log1p(math.exp(-abs(x))),
+)
 _elementwise("sqrt", 1, "sqrt({0})", "torch.sqrt({0})", "tl.sqrt({0})", math.sqrt)
 _elementwise(
     "sigmoid", 1, "sigmoid({0})", "torch.sigmoid({0})", "tl.sigmoid({0})", lambda x: 1.0 / (1.0 + math.exp(-x))

@@ -19,7 +19,6 @@ from dplrgen.ir import (
     const,
     exp,
     leaf,
-    log,
     matmul,
     node,
     param,
@@ -169,7 +168,7 @@ def chunkify(variant: Variant) -> Program:
     axes: dict[str, Axes] = {name: ("C", "V") if name == "v" else ("C", "K") for name in streams}
     axes["decay"] = ("C", *(streams["decay"].axes if streams["decay"].axes else ()))
     q, alpha, a, b, k, v = (lift(streams[s], axes[s]) for s in ("q", "decay", "a", "b", "k", "v"))
-    g = log(alpha)
+    g = node("log_decay", alpha)
     state = leaf("S", ("K", "V"))
     run = node("run", g, over="to")
     chunk_decay = exp(node("run", g, over="all"))
@@ -357,12 +356,45 @@ def _zeros(n: Node) -> Node | None:
 
 @rule("log-exp", "log(exp(x)) = x")
 def _log_exp(n: Node) -> Node | None:
-    if n.op != "log":
+    if n.op not in ("log", "log_decay"):
         return None
     x = n.args[0]
     if x.op == "spread" and x.args[0].op == "exp":
         return spread(x.args[0].args[0], n.axes)
     return x.args[0] if x.op == "exp" else None
+
+
+def _positive(n: Node) -> bool:
+    """Whether an expression is above 0, or 0 by underflow, whatever its inputs."""
+    if n.op in ("mul", "div", "add", "spread"):
+        return _complement(n) is not None or all(_positive(a) for a in n.args)
+    number = literal(n)
+    return n.op in ("exp", "sigmoid", "sqrt") or (number is not None and number > 0)
+
+
+def _complement(n: Node) -> Node | None:
+    """x if n is 1 - sigmoid(x)."""
+    if n.op != "add" or literal(n.args[0]) != 1.0 or n.args[1].op != "neg" or n.args[1].args[0].op != "sigmoid":
+        return None
+    return n.args[1].args[0].args[0]
+
+
+@rule("log-decay", "log(x y) = log x + log y, log sigmoid(x) in one: where a decay is 0, its logarithm is not infinite")
+def _log_decay(n: Node) -> Node | None:
+    if n.op not in ("log", "log_decay"):
+        return None
+    x = n.args[0]
+    if x.op == "spread" and literal(x) is None:
+        return spread(node(n.op, x.args[0]), n.axes)
+    if x.op == "sigmoid":
+        return node("log_sigmoid", x.args[0])
+    one_less = _complement(x)
+    if one_less is not None:
+        return node("log_sigmoid", -one_less)
+    if n.op == "log_decay" and x.op in ("mul", "div") and any(_positive(a) for a in x.args):
+        first, second = (node("log_decay", a) for a in x.args)
+        return spread(first + (second if x.op == "mul" else -second), n.axes)
+    return None
 
 
 @rule("spread-product", "a spread factor of a product broadcasts by itself")
@@ -387,7 +419,7 @@ def _no_decay(n: Node) -> Node | None:
     return zero(n.axes) if n.op == "run" and is_zero(n.args[0]) else None
 
 
-IDENTITIES = (_constants, _spread, _units, _signs, _no_erase, _no_decay, _zeros, _log_exp, _spread_product)
+IDENTITIES = (_constants, _spread, _units, _signs, _no_erase, _no_decay, _zeros, _log_exp, _log_decay, _spread_product)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -39,10 +39,7 @@ COVERED += [("sm_90", "float16", size) for size in (64, 128)]
 
 #: Bytes of stack a thread in bfloat16 at K = V = 128 on sm_90; more needs a reason, by operator and kernel.
 STACK = 1024
-_FOUR = (
-    "products of four streams share one tree's decays; 8 warps spill less: slower in the forward on an H200, faster in "
-    "finish_1 of these and slower in that of others, and the table has one row for all (benchmarks/results/h200-alone.txt)"
-)
+_FOUR = "products of four streams share one tree's decays; in the forward 8 warps spill less and were slower on an H200"
 _CLIP = "three walks over the keys: the clip's two norms, their difference, and the products"
 REASONS: dict[tuple[str, str], str] = {
     (variant, kernel): _FOUR

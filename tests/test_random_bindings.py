@@ -6,6 +6,7 @@ The generated PyTorch runs in float64; a tenth of the bindings also run their Tr
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import bindings
 import pytest
@@ -14,7 +15,8 @@ from bindings import Drawn, Sizes
 from interpreted import run_files
 
 import dplrgen
-from dplrgen import pipeline
+from dplrgen import Variant, pipeline
+from dplrgen.ir import Node, exp, gate, key, log, minimum, sigmoid, topological, value
 from dplrgen.passes import count
 
 torch.set_num_threads(1)
@@ -65,6 +67,64 @@ def test_the_draw_covers_every_kind() -> None:
     assert operations == {*bindings.MEANING, "input", "const"}
     twice = [bindings.draw(seed) for seed in SEEDS]
     assert [d.variant for d in twice] == [d.variant for d in drawn]
+
+
+X, G, E = gate("x", "K"), gate("g", "K"), gate("e", "K")
+#: Decays that reach 0: by an exponential, by a factor that is 0, by both.
+REACH_0 = {
+    "exp(g) e": exp(G) * E,
+    "e": E,
+    "sigmoid(x)": sigmoid(X),
+    "1 - sigmoid(x)": 1.0 - sigmoid(X),
+    "sigmoid(x) exp(g)": sigmoid(X) * exp(G),
+    "sigmoid(x)^2": sigmoid(X) * sigmoid(X),
+    "exp(g) / (1 + e)": exp(G) / (1.0 + E),
+    "exp(min(g, log sigmoid(x)))": exp(minimum(G, log(sigmoid(X)))),
+}
+
+
+def reaching_0(decay: Node) -> Variant:
+    q, k, v, beta = key("q"), key("k"), value("v"), gate("beta")
+    gates = tuple(n for n in (G, X, E) if n in topological([decay]))
+    return Variant(name="reaching", inputs=(q, k, v, *gates, beta), decay=decay, a=k, b=beta * k, k=k, v=beta * v)
+
+
+def hard_gates(variant: Variant, given: bindings.Inputs) -> bindings.Inputs:
+    """Single tokens and channels whose decay underflows, and next to them some whose does not."""
+    hard = {"g": (-90.0, -200.0, -1e4), "x": (-100.0, 100.0, -1e4), "e": (0.0, 1.0, 0.0)}
+    with torch.no_grad():
+        for n, x in zip(variant.inputs, given.streams, strict=True):
+            for i, extreme in enumerate(hard.get(n.attr("name"), ())):
+                x[:, 3 + 4 * i :: 11, :, i::2] = extreme
+    return given
+
+
+@pytest.mark.parametrize("decay", REACH_0)
+def test_decays_that_reach_0(decay: str) -> None:
+    variant = reaching_0(REACH_0[decay])
+    given = hard_gates(variant, bindings.make_inputs(variant, Sizes(B=1, T=75, H=1, HV=2, K=6, V=3), seed=3))
+    got, want = bindings.run(dplrgen.build(variant), variant, given), bindings.reference(variant, given)
+    assert all(torch.isfinite(x).all() for x in got.values())
+    inputs = {n.attr("name"): x for n, x in zip(variant.inputs, given.streams, strict=True)}
+    for name, ref in want.items():
+        # The logarithm of a gate that is 0 has no derivative, and is given one of 0; log sigmoid(-1e4) is lost to autograd.
+        there = ref.isfinite() & (inputs["e"] != 0 if name == "de" else True)
+        got[name], want[name] = (torch.where(there, x, 0.0) for x in (got[name], ref))
+    assert not bindings.differences(got, want, 1e-10), variant.binding()
+
+
+def test_decays_that_reach_0_in_the_interpreter(tmp_path: Path) -> None:
+    cases = []
+    for decay in ("exp(g) e", "1 - sigmoid(x)", "sigmoid(x) exp(g)"):
+        variant = reaching_0(REACH_0[decay])
+        given = bindings.make_inputs(variant, Sizes(B=1, T=35, H=1, HV=1, K=20, V=18), torch.float32, 4)
+        cases.append((variant, hard_gates(variant, given)))
+    for (variant, given), result in zip(cases, run_files(cases, tmp_path), strict=True):
+        want = bindings.reference(variant, given)
+        assert not isinstance(result, str), result
+        for x in (result, want):
+            x.pop("de", None)
+        assert not bindings.differences(result, want, 1e-4), variant.binding()
 
 
 @pytest.mark.parametrize("group", range(len(INTERPRETED) // PER_PROCESS))
