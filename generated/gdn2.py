@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program c74262d7:
+# Gated DeltaNet 2: erase and write gates a channel, program 01c38606:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2", "gdn2_step"]
 
-_NAME = "gdn2_c74262d7"
+_NAME = "gdn2_01c38606"
 
 
 #: What kernels are not compiled anew for.
@@ -2595,7 +2595,7 @@ def _step_torch(
     HV, V = v.shape[1:]
     like_v, lead = v, (B, HV)
     if indices is None:
-        there, slot = None, torch.arange(B)
+        there, slot = None, torch.arange(B, device=state.device)
     else:
         there = (indices >= 0) & (indices < state.shape[0])
         slot = torch.where(there, indices, 0).long()
@@ -2641,16 +2641,38 @@ _TOKEN = "Tensor q, Tensor k, Tensor v, Tensor e, Tensor w, Tensor g"
 _SAVED = ("dot", "float32", )
 
 
-def _implementation(x: Tensor, cpu: Any, gpu: Any) -> Any:
-    return cpu if x.device.type == "cpu" else gpu
+def _on_device(x: Tensor, cpu: Any, gpu: Any, *args: Any) -> Any:
+    """The implementation for the tensor's device. On the CPU autocast is off in it: its products are of the dtype they say."""
+    if x.device.type != "cpu":
+        return gpu(*args)
+    with torch.autocast("cpu", enabled=False):
+        return cpu(*args)
+
+
+def _flat(results: list[Tensor]) -> list[Tensor]:
+    """Results, saved values as [B, NT * HV * C, C]: an axis that is 1 for some T would tie a traced T to a range."""
+    return [x.flatten(1, 3) if x.dim() == 5 else x for x in results]
+
+
+def _apart(results: list[Tensor]) -> tuple[Tensor, ...]:
+    """Results of which no two are one memory: autograd adds to a gradient in place."""
+    out: list[Tensor] = []
+    for x in results:
+        shared = any(x.numel() and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in out)
+        out.append(x.clone() if shared else x)
+    return tuple(out)
 
 
 def _forward_impl(*args: Any) -> tuple[Tensor, ...]:
-    return tuple(_implementation(args[0], _forward_torch, _forward_triton)(*args))
+    return tuple(_flat(_on_device(args[0], _forward_torch, _forward_triton, *args)))
 
 
 def _backward_impl(do: Tensor | None, dht: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    return tuple(_implementation(args[0], _backward_torch, _backward_triton)(do, dht, *args))
+    count = len(_STREAMS) + 3
+    HV = args[_POSITION["v"]].shape[2]
+    saved = (x.unflatten(1, (-1, HV, x.shape[2])) for x in args[count:-2])
+    given = (do, dht, *args[:count], *saved, *args[-2:])
+    return _apart(_on_device(args[0], _backward_torch, _backward_triton, *given))
 
 
 def _forward_fake(
@@ -2664,7 +2686,7 @@ def _forward_fake(
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
     stored = {} if cpu else _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
-    saved = (B, NT, HV, C, C) if save else (0,)
+    saved = (B, NT * HV * C, C) if save else (0,)
     final = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=state)
     o = v.new_empty(v.shape)
     return (o, final, *(q.new_empty(saved, dtype=stored.get(x, state)) for x in _SAVED))
@@ -2698,22 +2720,33 @@ def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: Any) -> 
     if do is None and dht is None:
         return nothing
     if not ctx.saved:
-        raise RuntimeError("gdn2: the operator was called with save=False, so its backward has nothing to use")
+        raise RuntimeError(
+            "gdn2 was called, or traced, where no gradient was asked for (torch.no_grad, torch.vmap, an export), "
+            "so its backward has nothing to use"
+        )
     needs = sum(1 << i for i in range(count) if ctx.needs_input_grad[i])
     *tensors, = ctx.saved_tensors
     grads = _BACKWARD_OP(do, dht, *tensors, ctx.scale, needs)
     return (*(d if needs >> i & 1 else None for i, d in enumerate(grads)), *nothing[:5])
 
 
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """For a backward that has no derivative."""
+
+
+def _refuse(ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError("gdn2 has no second derivatives")
+
+
 def _step_impl(*args: Any) -> tuple[Tensor, Tensor]:
     *streams, state, scale = args
     state_next = state.new_empty(state.shape)
-    return _implementation(state, _step_torch, _step_triton)(*streams, state, state_next, None, scale), state_next
+    return _on_device(state, _step_torch, _step_triton, *streams, state, state_next, None, scale), state_next
 
 
 def _step_in_place_impl(*args: Any) -> Tensor:
     *streams, state, indices, scale = args
-    o: Tensor = _implementation(state, _step_torch, _step_triton)(*streams, state, state, indices, scale)
+    o: Tensor = _on_device(state, _step_torch, _step_triton, *streams, state, state, indices, scale)
     if state.is_cuda and not state.is_inference():
         torch.autograd.graph.increment_version(state)  # a kernel's write, which autograd does not see
     return o
@@ -2757,6 +2790,7 @@ def _register() -> tuple[Any, ...]:
         torch.library.register_fake(f"dplrgen::{forward}", _forward_fake, lib=library)
         torch.library.register_fake(f"dplrgen::{backward}", _backward_fake, lib=library)
         torch.library.register_autograd(f"dplrgen::{forward}", _differentiate, setup_context=_keep, lib=library)
+        torch.library.register_autograd(f"dplrgen::{backward}", _refuse, setup_context=_keep_nothing, lib=library)
     return library, *(getattr(space, f"{_NAME}_{end}").default for end in ("fwd", "bwd", "step", "step_"))
 
 
@@ -2853,9 +2887,26 @@ def _check_state(name: str, x: Any, rows: tuple[str, int], sizes: dict[str, int]
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
 
-def _check_scale(scale: Any) -> None:
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
+def _number(scale: Any, K: int) -> float:
+    """The scale as a float, K^-1/2 for None; under torch.compile a constant that the graph is guarded by.
+
+    Left symbolic, as Dynamo makes a float that changes, the number of an earlier call has been taken from a cache.
+    """
+    if scale is None:
+        return float(K) ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    if torch.compiler.is_compiling():
+        scale = torch.fx.experimental.symbolic_shapes.guard_scalar(float(scale))
+    if not -1e308 <= scale <= 1e308:
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+def _refuse_tangents(tensors: tuple[Tensor, ...]) -> None:
+    """Raise on dual tensors: autograd would give them tangents of 0 where no gradient is asked for."""
+    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("gdn2 has no forward-mode derivatives")
 
 
 def _check_flags(**flags: Any) -> None:
@@ -2870,7 +2921,7 @@ def _check_gates(streams: tuple[Tensor, ...]) -> None:
             raise ValueError(f"{name} must be finite, found inf or nan")
 
 
-def _check(streams: tuple[Tensor, ...], initial_state: Any, scale: Any, cu_seqlens: Any, check: bool) -> None:
+def _check(streams: tuple[Tensor, ...], initial_state: Any, cu_seqlens: Any, check: bool) -> None:
     """Raise TypeError, ValueError or NotImplementedError on what the kernels cannot run, before any launch."""
     sizes = _check_streams(streams, ("B", "T"))
     q = streams[_POSITION["q"]]
@@ -2879,7 +2930,6 @@ def _check(streams: tuple[Tensor, ...], initial_state: Any, scale: Any, cu_seqle
         N = _check_packing(cu_seqlens, sizes["B"], q.device)
     if initial_state is not None:
         _check_state("initial_state", initial_state, ("N", N), sizes, q)
-    _check_scale(scale)
     if q.device.type == "cuda":
         _check_products(q)
         _check_limits(
@@ -2959,8 +3009,8 @@ def gdn2(
         v: [B, T, HV, V], the dtype of q.
         e: [B, T, HV, K], the dtype of q or float32.
         w: [B, T, HV, V], the dtype of q or float32.
-        g: [B, T, HV, K], the dtype of q or float32; a natural logarithm of the decay, per token.
-        scale: a number; K^-1/2 if None.
+        g: [B, T, HV, K], the dtype of q or float32; a natural logarithm of the decay, per token, finite: -1e30 is a decay of 0.
+        scale: a finite number; K^-1/2 if None. torch.compile makes a graph for each that it is given.
         initial_state: [N, HV, K, V], float32 (float64 with float64 inputs); zero if None. N is B, or the number of
             packed sequences.
         output_final_state: whether the state after the last token is given.
@@ -2980,10 +3030,11 @@ def gdn2(
     """
     streams = (q, k, v, e, w, g,)
     _check_flags(output_final_state=output_final_state, check=check)
-    _check(streams, initial_state, scale, cu_seqlens, check)
+    _check(streams, initial_state, cu_seqlens, check)
     K = q.shape[-1]
-    factor = float(K) ** -0.5 if scale is None else float(scale)
+    factor = _number(scale, K)
     tensors = streams if initial_state is None else (*streams, initial_state)
+    _refuse_tangents(tensors)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     chunks = sequences = None
     if cu_seqlens is not None:
@@ -3021,7 +3072,7 @@ def gdn2_step(
         w: [B, HV, V], the dtype of q or float32.
         g: [B, HV, K], the dtype of q or float32; a natural logarithm of the decay.
         state: [B, HV, K, V], float32 (float64 with float64 inputs), any strides without overlap; with state_indices [P, HV, K, V], a pool.
-        scale: a number; K^-1/2 if None.
+        scale: a finite number; K^-1/2 if None.
         inplace: write the next state into state, and return it; otherwise into a new tensor.
         state_indices: [B], int32 or int64, the slot of each row in the pool, with inplace. A row whose slot is negative or
             P or more is padding: its output is 0 and no slot is read or written for it. Other rows' slots must differ.
@@ -3046,18 +3097,18 @@ def gdn2_step(
     _check_state("state", state, rows, sizes, q)
     if inplace and _overlaps(state):
         raise ValueError(f"state must not overlap itself with inplace=True, got strides {list(state.stride())}")
-    _check_scale(scale)
+    factor = _number(scale, sizes["K"])
     if q.device.type == "cuda":
         _check_limits(("B * HV * (V / 16 + 1)", sizes["B"] * sizes["HV"] * (sizes["V"] // 16 + 1)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*streams, state)):
         raise NotImplementedError("gdn2_step has no gradients: call it under torch.no_grad(), or gdn2 with T = 1")
+    _refuse_tangents((*streams, state))
     if check:
         _check_gates(streams)
         if state_indices is not None:
             used = state_indices[(state_indices >= 0) & (state_indices < rows[1])]
             if used.unique().numel() != used.numel():
                 raise ValueError("state_indices must not name a slot twice")
-    factor = float(sizes["K"]) ** -0.5 if scale is None else float(scale)
     if not inplace:
         o, state_next = _STEP_OP(q, k, v, e, w, g, state, factor)
         return o, state_next
