@@ -7,6 +7,8 @@ text is a function of the variant, this package's version and the templates alon
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -877,13 +879,17 @@ def _glossary(made: Plans) -> list[tuple[str, str]]:
 
 
 def write_if_changed(path: Path, text: str) -> bool:
-    """Write a file atomically unless it already holds the text."""
+    """Write a file atomically unless it already holds the text; any number of processes may do so at once."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{hashlib.sha256(text.encode()).hexdigest()[:8]}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+    # The names of another's unfinished file, of another process or thread, must differ.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
     return True
 
 

@@ -7,11 +7,13 @@ torch.compile needs from the package: the ops exist before a call is traced.
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import importlib.util
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -24,14 +26,28 @@ from dplrgen.variants import Variant
 __all__ = ["build", "cache_folder", "load", "load_variant"]
 
 
+#: A module is in sys.modules before it is complete: one thread at a time loads.
+_LOCK = threading.RLock()
+
+
 def cache_folder() -> Path:
     """Where built modules are kept: ``dplrgen`` in the cache folder, or the temporary one if it is read-only."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dplrgen"
     try:
         base.mkdir(parents=True, exist_ok=True)
+        if os.access(base, os.W_OK):
+            return base
     except OSError:
-        base = Path(tempfile.gettempdir()) / f"dplrgen-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
-        base.mkdir(parents=True, exist_ok=True)
+        pass
+    user = os.getuid() if hasattr(os, "getuid") else None
+    base = Path(tempfile.gettempdir()) / f"dplrgen-{'user' if user is None else user}"
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # What lies there is run: nobody else may have made it or may write to it.
+    status = base.stat()
+    if user is not None and (status.st_uid != user or status.st_mode & 0o022):
+        raise PermissionError(
+            errno.EACCES, "can be written by others; set XDG_CACHE_HOME to a folder of your own", str(base)
+        )
     return base
 
 
@@ -42,19 +58,21 @@ def load(path: Path, name: str | None = None) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    with _LOCK:
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
     return module
 
 
 def build(variant: Variant) -> Callable[..., Any]:
     """The operator of a variant's record: compiled, written to the cache folder by digest, and loaded.
 
-    The same record gives the same operator, in this process and later ones. ``op.__module__`` names its module.
+    The same record gives the same operator, in this process and later ones; threads and processes may build it at
+    once. ``op.__module__`` names its module, which another process must build before it unpickles the operator.
 
     Raises:
         BindingError: the argument is not a Variant.
@@ -63,11 +81,12 @@ def build(variant: Variant) -> Callable[..., Any]:
         raise BindingError(f"build takes a dplrgen.Variant, got {type(variant).__name__}")
     text = codegen.render(variant)
     name = f"dplrgen_built_{variant.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if name not in sys.modules:
-        path = cache_folder() / f"{name}.py"
-        codegen.write_if_changed(path, text)
-        load(path, name)
-    operator: Callable[..., Any] = getattr(sys.modules[name], variant.name)
+    with _LOCK:
+        if name not in sys.modules:
+            path = cache_folder() / f"{name}.py"
+            codegen.write_if_changed(path, text)
+            load(path, name)
+        operator: Callable[..., Any] = getattr(sys.modules[name], variant.name)
     return operator
 
 

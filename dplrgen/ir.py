@@ -16,6 +16,7 @@ broadcasts against a two-axis one by name; against ``(C, C)`` it scales rows.
 from __future__ import annotations
 
 import math
+import numbers
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -178,7 +179,16 @@ def node(op: str, *args: Node, **attrs: Any) -> Node:
 
 
 def _lift(value: Node | float) -> Node:
-    return value if isinstance(value, Node) else const(value)
+    """A number as a constant."""
+    given: Any = value  # what a caller passes, whatever the annotation says
+    if isinstance(given, Node):
+        return given
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise IRError(f"expected an expression or a number, got {given!r}")
+    try:
+        return const(float(given))
+    except OverflowError:
+        raise IRError(f"a constant must be finite, got {given}") from None
 
 
 def _axes_text(axes: Axes) -> str:
@@ -527,37 +537,39 @@ def param(name: str) -> Node:
 
 
 def const(number: float) -> Node:
+    if not math.isfinite(number):
+        raise IRError(f"a constant must be finite, got {number}")
     return node("const", value=float(number))
 
 
-def exp(x: Node) -> Node:
-    return node("exp", x)
+def exp(x: Node | float) -> Node:
+    return node("exp", _lift(x))
 
 
-def log(x: Node) -> Node:
-    return node("log", x)
+def log(x: Node | float) -> Node:
+    return node("log", _lift(x))
 
 
-def sqrt(x: Node) -> Node:
+def sqrt(x: Node | float) -> Node:
     """Square root; its derivative at 0 is taken as 0."""
-    return node("sqrt", x)
+    return node("sqrt", _lift(x))
 
 
-def sigmoid(x: Node) -> Node:
-    return node("sigmoid", x)
+def sigmoid(x: Node | float) -> Node:
+    return node("sigmoid", _lift(x))
 
 
-def minimum(x: Node, bound: Node) -> Node:
+def minimum(x: Node | float, bound: Node | float) -> Node:
     """``x``, or ``bound`` where that is smaller by more than 8 eps; the gradient follows the one taken."""
-    return node("minimum", x, bound)
+    return node("minimum", _lift(x), _lift(bound))
 
 
-def safe_div(x: Node, y: Node) -> Node:
+def safe_div(x: Node | float, y: Node | float) -> Node:
     """``x / y``, and 0 where y is 0."""
-    return node("safe_div", x, y)
+    return node("safe_div", _lift(x), _lift(y))
 
 
-def dot(x: Node, y: Node) -> Node:
+def dot(x: Node, y: Node | float) -> Node:
     """Inner product over the channels of two token-level streams."""
     return node("sum", x * y, axis="K")
 

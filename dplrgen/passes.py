@@ -284,6 +284,15 @@ def _spread(n: Node) -> Node | None:
     return spread(x.args[0], n.axes) if x.op == "spread" and len(n.axes) == len(n.attr("axes")) else None
 
 
+@rule("bounds", "min(c, x) = min(x, c) and x /0 c = x / c for a number c")
+def _bounds(n: Node) -> Node | None:
+    if n.op == "minimum" and literal(n.args[0]) is not None and literal(n.args[1]) is None:
+        return node("minimum", n.args[1], n.args[0])
+    if n.op == "safe_div" and literal(n.args[1]) is not None:
+        return zero(n.axes) if is_zero(n.args[1]) else node("div", *n.args)
+    return None
+
+
 @rule("units", "x + 0 = x, x * 1 = x, x * 0 = 0, x / 1 = x")
 def _units(n: Node) -> Node | None:
     if n.op not in ("add", "mul", "div", "safe_div"):
@@ -419,7 +428,19 @@ def _no_decay(n: Node) -> Node | None:
     return zero(n.axes) if n.op == "run" and is_zero(n.args[0]) else None
 
 
-IDENTITIES = (_constants, _spread, _units, _signs, _no_erase, _no_decay, _zeros, _log_exp, _log_decay, _spread_product)
+IDENTITIES = (
+    _constants,
+    _spread,
+    _bounds,
+    _units,
+    _signs,
+    _no_erase,
+    _no_decay,
+    _zeros,
+    _log_exp,
+    _log_decay,
+    _spread_product,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ package knows a variant: chunking, folding, the backward and the kernels follow 
 from __future__ import annotations
 
 import builtins
+import difflib
 import keyword
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from dplrgen.errors import BindingError, UnknownNameError
@@ -105,6 +106,8 @@ _RESERVED = frozenset(
         "triton",
     ]
 )
+#: What a generated file imports.
+_MODULES = frozenset(["contextlib", "functools", "itertools", "numbers", "torch", "triton", "tl"])
 #: Names that the generated code makes from others.
 _MADE = re.compile(
     r".*_(ptr|out|here|all|16|edge|stride_[bthc])|(kept|end|left|right|operand|cotangent|made|decay|saved)_.*"
@@ -142,9 +145,27 @@ class Variant:
     q: Node | None = None
     about: str = ""
 
+    def __new__(cls, *args: Any, **given: Any) -> Variant:
+        """As a record is made, but for a field that is not one, or is missing, which is a fault of the binding."""
+        name = given.get("name", args[0] if args else "")
+        known = {f.name: f.default is MISSING for f in fields(cls)}
+        for field in given:
+            if field not in known:
+                near = difflib.get_close_matches(field, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f" (streams: {', '.join(_AXES)})"
+                raise BindingError(f"{name}: {field!r} is not a stream{hint}")
+        missing = [f for f in list(known)[len(args) :] if known[f] and f not in given]
+        if missing and given:
+            raise BindingError(f"{name}: no {' and no '.join(missing)} given")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if not _is_word(self.name):
             raise BindingError(f"variant name must be a lower-case identifier, got {self.name!r}")
+        if self.name in dir(builtins) or self.name in _MODULES:
+            raise BindingError(f"variant name {self.name!r} is that of something the generated file uses")
+        if not self.about.isprintable() or '"' in self.about or "\\" in self.about:
+            raise BindingError(f"{self.name}: about must be one line without quotes or backslashes, got {self.about!r}")
         object.__setattr__(self, "inputs", tuple(self.inputs))
         given: tuple[Any, ...] = self.inputs  # what a caller passes, whatever the annotation says
         for n in given:

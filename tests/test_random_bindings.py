@@ -107,7 +107,7 @@ def test_decays_that_reach_0(decay: str) -> None:
     assert all(torch.isfinite(x).all() for x in got.values())
     inputs = {n.attr("name"): x for n, x in zip(variant.inputs, given.streams, strict=True)}
     for name, ref in want.items():
-        # The logarithm of a gate that is 0 has no derivative, and is given one of 0; log sigmoid(-1e4) is lost to autograd.
+        # The logarithm of a gate that is 0 is given the derivative 0; that of sigmoid(-1e4) is lost to autograd.
         there = ref.isfinite() & (inputs["e"] != 0 if name == "de" else True)
         got[name], want[name] = (torch.where(there, x, 0.0) for x in (got[name], ref))
     assert not bindings.differences(got, want, 1e-10), variant.binding()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import builtins
 import keyword
+import multiprocessing
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,25 @@ from interpreted import run_files
 
 import dplrgen
 from dplrgen import Variant, codegen, compile_hook
+from dplrgen.codegen import write_if_changed
 from dplrgen.errors import BindingError, IRError
-from dplrgen.ir import Node, const, dot, exp, gate, key, leaf, node, norm, param, safe_div, sigmoid, value
+from dplrgen.ir import (
+    Node,
+    const,
+    dot,
+    exp,
+    gate,
+    key,
+    leaf,
+    minimum,
+    node,
+    norm,
+    param,
+    safe_div,
+    sigmoid,
+    sqrt,
+    value,
+)
 from dplrgen.variants import VARIANTS
 
 torch.set_num_threads(1)
@@ -97,6 +117,19 @@ def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path: Path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert compile_hook.cache_folder().is_relative_to(tmp_path)
     assert compile_hook.cache_folder().is_dir()
+    compile_hook.cache_folder().chmod(0o777)  # what lies there would be run
+    with pytest.raises(PermissionError, match="can be written by others"):
+        compile_hook.cache_folder()
+
+
+def test_a_folder_that_is_read_only_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(mine))
+    monkeypatch.setattr(tempfile, "tempdir", str(other))
+    assert compile_hook.cache_folder() == mine / "dplrgen"
+    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(mine))  # root may write anywhere
+    assert compile_hook.cache_folder().is_relative_to(other)
 
 
 @pytest.mark.parametrize("wrong", [None, "kda", "mine.py:mine", 3, Variant])
@@ -265,6 +298,16 @@ def state() -> Node:
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "a stream that there is not": (lambda: mine(w=k), r"mine: 'w' is not a stream \(streams: q, decay, a, b, k, v\)"),
+    "a stream misspelt": (lambda: mine(decoy=k), r"mine: 'decoy' is not a stream; did you mean 'decay'\?"),
+    "streams left out": (
+        lambda: Variant(name="mine", inputs=(q, k, v, g), decay=exp(g), a=k),
+        r"mine: no b and no k and no v given",
+    ),
+    "the name of a module": (lambda: mine(name="torch"), r"variant name 'torch' is that of something"),
+    "the name of a function": (lambda: mine(name="zip"), r"variant name 'zip' is that of something"),
+    "two lines about it": (lambda: mine(about="a\nb"), r"mine: about must be one line"),
+    "quotes about it": (lambda: mine(about='the """ one'), r"mine: about must be one line without quotes"),
     "unknown input": (lambda: mine(v=w * v), r"stream v = w \* v reads 'w', which is not an input \(inputs: q, k,"),
     "unknown input deep inside": (lambda: mine(k=k * norm(j)), r"stream k = k \* sqrt\(.*\) reads 'j', which is"),
     "another input of that name": (lambda: mine(v=gate("beta", "V") * v), r"stream v = beta \* v reads 'beta'"),
@@ -320,8 +363,39 @@ def test_expressions_that_do_not_fit_are_refused_where_they_are_written() -> Non
         mine(v=v * dot(v, u))
     with pytest.raises(IRError, match="takes 2 operands, got 1"):
         node("add", k)
+    for number in (float("inf"), float("nan"), 10**400):
+        with pytest.raises(IRError, match="a constant must be finite"):
+            mine(v=number * v)
+    with pytest.raises(IRError, match="expected an expression or a number, got 'x'"):
+        mine(v=minimum(v, "x"))
     with pytest.raises(IRError, match="unknown op 'softplus'"):
         node("softplus", g)
+
+
+def test_numbers_are_expressions_too() -> None:
+    assert_is_the_loop(mine(decay=minimum(exp(g), 0.9), k=safe_div(k, 2.0), v=sqrt(0.25) * v))
+    assert_is_the_loop(mine(decay=minimum(0.9, exp(g)), b=minimum(0.4, beta) * k, v=safe_div(v, 0.5)))
+
+
+def test_threads_that_build_one_record_get_one_operator() -> None:
+    record = mine(name="at_once", v=0.3 * v)
+    with ThreadPoolExecutor(6) as pool:
+        made = list(pool.map(lambda _: dplrgen.build(record), range(6)))
+    assert len(set(made)) == 1
+
+
+def _write(job: tuple[Path, str]) -> None:
+    for _ in range(30):
+        write_if_changed(*job)
+
+
+def test_processes_that_write_one_file_leave_one_of_theirs(tmp_path: Path) -> None:
+    texts = [letter * 200_000 for letter in "abc"]
+    path = tmp_path / "one.py"
+    with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_write, [(path, text) for text in texts]))
+    assert path.read_text() in texts
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_records_and_nodes_do_not_change() -> None:
