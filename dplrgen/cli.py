@@ -7,6 +7,7 @@ A user's error is one line on stderr and exit code 2; exit code 1 says that what
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import sys
@@ -64,6 +65,9 @@ class _Parser(argparse.ArgumentParser):
     """argparse with errors that are raised."""
 
     def error(self, message: str) -> NoReturn:
+        choice = re.fullmatch(r"argument (--[a-z-]+): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice:
+            raise UnknownNameError(f"value of {choice[1]}", choice[2], re.findall(r"[\w-]+", choice[3]))
         raise UsageError(message)
 
 
@@ -163,8 +167,20 @@ def _emit(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(variants, arguments.out)
     for variant in variants:
+        if VARIANTS.get(variant.name) != variant and _is_of_the_package(arguments.out):
+            raise UsageError(
+                f"--out {arguments.out}: dplrgen's own operators are there; write {variant.name} elsewhere"
+            )
         print(codegen.emit(variant, arguments.out))
     return 0
+
+
+def _is_of_the_package(folder: Path) -> bool:
+    """Whether ``dplrgen.ops`` loads its operators from the folder."""
+    spec = importlib.util.find_spec("dplrgen.generated")
+    return spec is not None and any(
+        Path(x).resolve() == folder.resolve() for x in spec.submodule_search_locations or ()
+    )
 
 
 def _check(variants: Sequence[Variant], folder: Path) -> int:

@@ -33,7 +33,7 @@ class UnknownNameError(DplrgenError, KeyError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
         super().__init__(f"unknown {kind} {name!r}{hint}")
 

@@ -342,12 +342,13 @@ def _stage(stage: Stage, previous: Stage | None, sizes: Sizes) -> Iterator[str]:
 
 
 def _rules(fired: Sequence[Fired]) -> Iterator[str]:
-    """Each rule that fired, how often, and where first."""
+    """Each rule that fired, how often, and where."""
     for name in dict.fromkeys(f.rule for f in fired):
         mine = [f for f in fired if f.rule == name]
-        yield f"fired {name} x{len(mine)}{', first at' if len(mine) > 1 else ' at'}"
-        yield f"      {_short(mine[0].before)}"
-        yield f"   -> {_short(mine[0].after)}"
+        yield f"fired {name} x{len(mine)} at"
+        for before, after in dict.fromkeys((_short(f.before), _short(f.after)) for f in mine):
+            yield f"      {before}"
+            yield f"   -> {after}"
 
 
 def _short(text: str, width: int = 110) -> str:

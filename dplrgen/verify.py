@@ -77,8 +77,8 @@ def _streams(variant: Variant) -> dict[str, Node]:
 
 def token_loop(variant: Variant, inputs: Mapping[str, Tensor], state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """o and the final state; differentiable, in the dtype of the inputs, which come as the operator takes them."""
-    B, T, HV, V = inputs["v"].shape
-    K = inputs["q"].shape[3]
+    B, T, HV, V = inputs[_first(variant, "value")].shape
+    K = inputs[_first(variant, "key")].shape[3]
     leaves: dict[str, Tensor | float] = {name: _per_head(x, HV) for name, x in inputs.items()}
     lifted = _over_tokens(_streams(variant))
     values = evaluate(list(lifted.values()), leaves)
@@ -138,6 +138,11 @@ def cases(variant: Variant) -> list[Case]:
     return [Case(r, *shape, seed=i, wide_gates=i > 0) for r in regimes for i, shape in enumerate(shapes)]
 
 
+def _first(variant: Variant, role: str) -> str:
+    """The input that sizes are read from."""
+    return next(str(n.attr("name")) for n in variant.inputs if n.attr("role") == role)
+
+
 def _names(n: Node) -> set[str]:
     return {str(m.attr("name")) for m in topological([n]) if m.op == "input"}
 
@@ -156,6 +161,14 @@ def _decay_gates(variant: Variant) -> set[str]:
     return gates - elsewhere or gates
 
 
+def _logarithmic(n: Node, gate: str, inside: bool = False) -> bool:
+    """Whether a decay reads the gate as a logarithm: within an exponential or a sigmoid, and not a logarithm of it."""
+    if n.op == "input":
+        return inside and n.attr("name") == gate
+    inside = n.op in ("exp", "sigmoid") or (inside and n.op != "log")
+    return any(_logarithmic(a, gate, inside) for a in n.args if gate in _names(a))
+
+
 def draw(variant: Variant, case: Case, dtype: torch.dtype, device: str) -> tuple[Tensors, Tensors]:
     """The inputs with the initial state, and the cotangents of o and of the final state.
 
@@ -171,8 +184,8 @@ def draw(variant: Variant, case: Case, dtype: torch.dtype, device: str) -> tuple
     def uniform(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
-    kept = _keys(variant.k) | _keys(variant.a) | {"q"}
-    decays = _decay_gates(variant)
+    kept = _keys(variant.k) | _keys(variant.a) | _keys(variant.streams()["q"])
+    decays = {gate for gate in _decay_gates(variant) if _logarithmic(variant.decay, gate)}
     drawn: Tensors = {}
     for n, (name, heads, axes) in zip(variant.inputs, variant.signature(), strict=True):
         shape = (case.B, case.T, sizes[heads], *(sizes[x] for x in axes))
@@ -300,7 +313,8 @@ def _judged(
     floor = max(1e-20, info.smallest_normal * info.eps)
     extra = torch.zeros_like(size)
     if gate and name[1:] in _decay_gates(variant):
-        extra = _ALLOWANCE * _rows(name, _like(inputs["q"].detach().cpu().double() * wanted["dq"], reference))
+        read = (inputs[q].detach().cpu().double() * wanted[f"d{q}"] for q in _keys(variant.streams()["q"]))
+        extra = _ALLOWANCE * _rows(name, _like(sum(read, torch.zeros(())), reference))
     heads = bound * _rms(size, (-2, -1)) + _rms(extra, (-2, -1)) + floor
     blocks = torch.stack([_rms(part, (-2, -1)) for part in torch.split(error, _ROWS, -2)], -1)
     excess = {

@@ -17,6 +17,7 @@ import torch
 from inputs import make
 from oracles import ORACLES, SIGNATURES
 
+import dplrgen.generated
 from dplrgen import cli, codegen, doctor, explain, picture, verify
 from dplrgen.passes import count
 from dplrgen.pipeline import BACKWARD, FORWARD
@@ -179,14 +180,17 @@ ERRORS = {
     "emmit --all": "unknown command 'emmit'; did you mean 'emit'?",
     "emit": "one of the arguments --variant --all is required",
     "emit --all --variant kda": "not allowed with",
+    "explain --variant kda --format svgg": "unknown value of --format 'svgg'; did you mean 'svg'?",
+    "verify --variant kda --dtype floot32": "unknown value of --dtype 'floot32'; did you mean 'float32'?",
+    "explain --all": "unknown option '--all'; known: --backward",
     "emit --variant": "expected one argument",
     "emit --varient kda": "unknown option '--varient'; did you mean '--variant'?",
     "emit --var kda": "unknown option '--var'; did you mean '--variant'?",
     "emit --variant kdaa": "unknown variant 'kdaa'; did you mean 'kda'?",
     "explain --variant xyz": "unknown variant 'xyz'; known: comba",
-    "explain --variant kda --format pdf": "invalid choice: 'pdf'",
+    "explain --variant kda --format pdf": "unknown value of --format 'pdf'; known: mermaid, svg, text",
     "explain --variant kda extra": "unrecognized arguments: extra",
-    "verify --variant kda --dtype int8": "invalid choice: 'int8'",
+    "verify --variant kda --dtype int8": "'int8'",
     "emit --variant kda --out mine.py": "mine.py",
     "emit --variant mine.py": "expected the record's name too, as in mine.py:NAME",
     "emit --variant absent.py:mine": "no file 'absent.py'",
@@ -297,7 +301,7 @@ def test_explain_shows_every_pass_and_counts(name: str, capsys: pytest.CaptureFi
 def test_explain_says_which_rule_fired_where(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "--variant", "kda")
     fold = text.split("== fold")[1].split("== hoist")[0]
-    assert "fired merge-products x2, first at\n" in fold
+    assert "fired merge-products x2 at\n" in fold
     assert re.search(r"fired absorb-solve x1 at\n +\(beta \* v\) \+ -solve.*\n +-> solve\(", fold)
     assert "counts products 9 -> 6, solves 1, exponentials 3" in fold
     assert "fired absorb-gate" not in text
@@ -454,6 +458,35 @@ def test_verify_passes_and_prints_a_table(capsys: pytest.CaptureFixture[str]) ->
 def test_verify_takes_a_record_from_a_file(mine: str, cache: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--variant", mine, "--dtype", "float32", "--device", "cpu"]) == 0
     assert "dbeta" in capsys.readouterr().out
+
+
+RENAMED = """
+import dplrgen
+from dplrgen.ir import exp, gate, key, safe_div, norm, value
+
+r, c, x, lam, e = key("r"), key("c"), value("x"), gate("lam", "K"), gate("e", "K")
+mine = dplrgen.Variant(
+    name="renamed", inputs=(x, r, lam, c, e), decay=exp(lam) * e, a=c, b=0.5 * c, k=c, v=x, q=safe_div(r, norm(r))
+)
+"""
+
+
+def test_verify_knows_inputs_by_what_they_are(here: Path, cache: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """No input is q or v; one gate of the decay is a logarithm and one a factor."""
+    (here / "renamed.py").write_text(RENAMED, encoding="utf-8")
+    words = ["verify", "--variant", "renamed.py:mine", "--dtype", "float32", "--device", "cpu"]
+    assert cli.main(words) == 0, capsys.readouterr().out
+
+
+def test_a_record_of_ones_own_does_not_replace_an_operator_of_the_package(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(dplrgen.generated.__path__[0])
+    (here / "kda.py").write_text(RENAMED.replace('"renamed"', '"kda"'), encoding="utf-8")
+    before = tree(folder)
+    assert cli.main(["emit", "--variant", "kda.py:mine", "--out", str(folder)]) == 2
+    assert "write kda elsewhere" in capsys.readouterr().err
+    assert tree(folder) == before
 
 
 def one_wrong_row(o: torch.Tensor) -> torch.Tensor:
