@@ -128,6 +128,20 @@ def one_decay(q, k, v, g_gamma):
     return q, k, v, g_gamma[None, None].repeat(B, T, 1)
 
 
+def retention(q, k, v):
+    decays = torch.tensor([1 - 2.0 ** (-5 - head) for head in range(H)], dtype=torch.float64)
+    return q, k, v, decays.log()[None, None].repeat(B, T, 1)
+
+
+def lightning(q, k, v, layer_idx, num_layers):
+    slopes = torch.tensor([8 * head / H * (1 - layer_idx / num_layers) for head in range(H)], dtype=torch.float64)
+    return q, k, v, -slopes[None, None].repeat(B, T, 1)
+
+
+def undecayed(q, k, v):
+    return q, k, v, torch.zeros(B, T, H, dtype=torch.float64)
+
+
 def heads_second(*streams):
     return tuple(x.movedim(1, 2) for x in streams)
 
@@ -196,6 +210,9 @@ ROWS: dict[str, Row] = {
     "chunk_delta_rule": Row(delta_rule, QKV | {"beta": (rate, HEAD)}),
     "chunk_gla": Row(gla, QKV | {"g": (log_decay, KEY)}),
     "chunk_simple_gla": Row(simple_gla, QKV | {"g": (log_decay, HEAD)}),
+    "chunk_retention": Row(simple_gla, QKV, before=retention),
+    "chunk_lightning_attn": Row(simple_gla, QKV, before=lightning, constants=(("layer_idx", 1.0), ("num_layers", 4.0))),
+    "chunk_linear_attn": Row(simple_gla, QKV, before=undecayed),
     "use_qk_l2norm_in_kernel": Row(kda, KDA | {"q": (normal, KEY), "k": (normal, KEY)}, before=normalised),
     "use_beta_sigmoid_in_kernel": Row(kda, KDA | {"beta": (normal, HEAD)}, before=sigmoid_beta),
     "allow_neg_eigval": Row(kda, KDA | {"beta": (normal, HEAD)}, before=negative_eigenvalues),
