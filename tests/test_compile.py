@@ -62,10 +62,11 @@ def test_fullgraph_equals_eager(name: str, state: bool) -> None:
     assert_same(metrics.collect(compiled, name, *inputs), want)
 
 
-def test_inductor_equals_eager() -> None:
-    inputs = make("kda", *SIZES, F32, seed=61)
-    compiled = torch.compile(layer("kda"), fullgraph=True, backend="inductor", dynamic=False)
-    assert_same(metrics.collect(compiled, "kda", *inputs), metrics.collect(layer("kda"), "kda", *inputs), 1e-5)
+@pytest.mark.parametrize("name", ["kda", "gdn2_clipped", "rwkv7"])
+def test_inductor_equals_eager(name: str) -> None:
+    inputs = make(name, *SIZES, F32, seed=61)
+    compiled = torch.compile(layer(name), fullgraph=True, backend="inductor", dynamic=False)
+    assert_same(metrics.collect(compiled, name, *inputs), metrics.collect(layer(name), name, *inputs), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["kda", "gdn2_clipped", "gla"])
