@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dplrgen.autodiff import gradient
+from dplrgen.errors import BindingError
 from dplrgen.ir import Node, Program, leaf
 from dplrgen.passes import (
     ABSORB,
@@ -117,7 +118,10 @@ def trace(program: Program, passes: tuple[Pass, ...], first: str) -> list[Stage]
 
 def forward(variant: Variant) -> list[Stage]:
     """The forward program after each pass; the last is what is scheduled."""
-    return trace(chunkify(variant), FORWARD, "chunkify")
+    stages = trace(chunkify(variant), FORWARD, "chunkify")
+    if any(state is following for state, following, _ in stages[-1].program.carried):
+        raise BindingError(f"{variant.name}: nothing decays, is erased or is written, so the state never changes")
+    return stages
 
 
 def step(variant: Variant) -> list[Stage]:

@@ -372,6 +372,12 @@ def test_expressions_that_do_not_fit_are_refused_where_they_are_written() -> Non
         node("softplus", g)
 
 
+def test_a_state_that_never_changes_is_refused() -> None:
+    still = mine(decay=const(1), b=const(0), v=0.0 * v)
+    with pytest.raises(BindingError, match="mine: nothing decays, is erased or is written"):
+        dplrgen.build(still)
+
+
 def test_numbers_are_expressions_too() -> None:
     assert_is_the_loop(mine(decay=minimum(exp(g), 0.9), k=safe_div(k, 2.0), v=sqrt(0.25) * v))
     assert_is_the_loop(mine(decay=minimum(0.9, exp(g)), b=minimum(0.4, beta) * k, v=safe_div(v, 0.5)))
