@@ -210,7 +210,7 @@ def nearly_full(name: str) -> list[str]:
             for i, (x, y) in enumerate(zip((*streams, h0), kept, strict=True))
             if (x != y).any()
         ]
-        torch.cuda.set_per_process_memory_fraction((held + 1.25 * need) / total)
+        torch.cuda.set_per_process_memory_fraction((held + 1.1 * need) / total)
         failures += contract.differing("nearly full", run(name, streams, h0), want)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

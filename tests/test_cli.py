@@ -190,7 +190,7 @@ ERRORS = {
     "explain --variant xyz": "unknown variant 'xyz'; known: comba",
     "explain --variant kda --format pdf": "unknown value of --format 'pdf'; known: mermaid, svg, text",
     "explain --variant kda extra": "unrecognized arguments: extra",
-    "verify --variant kda --dtype int8": "'int8'",
+    "verify --variant kda --dtype int8": "unknown value of --dtype 'int8'; known: bfloat16, float16, float32, float64",
     "emit --variant kda --out mine.py": "mine.py",
     "emit --variant mine.py": "expected the record's name too, as in mine.py:NAME",
     "emit --variant absent.py:mine": "no file 'absent.py'",
