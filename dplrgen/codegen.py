@@ -106,12 +106,21 @@ def _triton_matmul(n: Node, args: list[str]) -> str:
 def parts_of(n: Node) -> list[str]:
     """Whether a product takes each operand in two parts: "True", "False", or "FINE" where the key size decides.
 
-    Always: the inverse, the cotangents that it meets and amplifies, and values added to a state, where rounding stays.
+    Always: the inverse, what it meets and amplifies that is summed, and values added to a state, where rounding stays.
     """
     grains = [_grain(a) for a in n.args]
-    if "inverse" in grains or n.axes == ("K", "V"):
+    if "inverse" in grains:
+        return ["True" if grain else _met(a) for grain, a in zip(grains, n.args, strict=True)]
+    if n.axes == ("K", "V"):
         return [str(grain != "") for grain in grains]
     return ["FINE" if grain else "False" for grain in grains]
+
+
+def _met(n: Node) -> str:
+    """The same for a tile that the inverse meets: not for a given one, which a product's dtype holds as it is."""
+    if n.op == "input" or (n.op == "valid" and n.args[0].op == "input"):
+        return "False"
+    return "True" if any(m.op == "matmul" for m in topological([n])) else "FINE"
 
 
 def _grain(n: Node) -> str:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gla
 #
-# gated linear attention, one decay a channel, program 0d297800:
+# gated linear attention, one decay a channel, program 0812a64e:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -45,7 +45,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gla", "gla_step"]
 
-_NAME = "gla_0d297800"
+_NAME = "gla_0812a64e"
 
 
 #: What kernels are not compiled anew for.
@@ -1322,14 +1322,17 @@ def _readable(x: Tensor, C: int) -> Tensor:
     Channels must be side by side, other strides multiples of _unit, the first element aligned, a chunk within 2^31
     elements. So one kernel, and its order of summing, serves every layout whose strides fit 32 bits.
     """
-    if x.stride(1) * C >= 2**31:
-        return x.contiguous()
-    if x.dim() == 3:
-        return x
-    unit = _unit(x.shape[3])
-    apart = x.stride(3) != 1 and x.shape[3] != 1
-    odd = any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return x.contiguous() if apart or odd or x.data_ptr() % 16 else x
+    copy = x.stride(1) * C >= 2**31
+    if x.dim() == 4:
+        unit = _unit(x.shape[3])
+        apart = x.stride(3) != 1 and x.shape[3] != 1
+        copy |= apart or any(s % unit and n > 1 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return _aligned(x.contiguous() if copy else x)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy of one that does not begin at a multiple of 16 bytes, for which kernels are compiled."""
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -1359,11 +1362,12 @@ def _forward_triton(
     q, k, v, g, = (_readable(x, C) for x in (q, k, v, g,))
     stored = _stored(K, q.dtype)
     NT, N = _counts(B, T, C, chunks, sequences)
+    _check_limits(B, T, HV, K, V, N)
     packed = chunks is not None
     none = q.new_empty((0,))
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
-    initial = none if initial_state is None else initial_state.contiguous()
+    initial = none if initial_state is None else _aligned(initial_state.contiguous())
     QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
     x6 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
@@ -1447,8 +1451,8 @@ def _backward_triton(
     packed = chunks is not None
     none = q.new_empty((0,))
     do = v.new_zeros(v.shape) if do is None else _readable(do, C)
-    initial = none if initial_state is None else initial_state.contiguous()
-    last = none if dht is None else dht.contiguous()
+    initial = none if initial_state is None else _aligned(initial_state.contiguous())
+    last = none if dht is None else _aligned(dht.contiguous())
     dh0 = q.new_empty((N, HV, K, V) if needs & 16 else (0,), dtype=torch.float32)
     dq = _gradient(q, HV, needs & 1 > 0, packed)
     dk = _gradient(k, HV, needs & 2 > 0, packed)
@@ -1621,8 +1625,9 @@ def _chunks(x: Tensor, heads: int, C: int, dtype: torch.dtype) -> Tensor:
     """[B, T, heads or a divisor of it, ...] as [B, NT, heads, C, ...], padded with 0 to whole chunks."""
     B, T = x.shape[:2]
     NT = -(-T // C)
-    pad = [0, 0] * (x.dim() - 2) + [0, NT * C - T]
-    x = torch.nn.functional.pad(x.to(dtype), pad).reshape(B, NT, C, *x.shape[2:]).movedim(3, 2)
+    # Contiguous, since the order of PyTorch's sums follows the strides.
+    padded = torch.nn.functional.pad(x.to(dtype).flatten(2).contiguous(), [0, 0, 0, NT * C - T])
+    x = padded.view(B, NT, C, *x.shape[2:]).movedim(3, 2)
     return x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] != heads else x
 
 
@@ -1631,7 +1636,8 @@ def _tokens(x: Tensor, like: Tensor) -> Tensor:
     T, H = like.shape[1:3]
     x = x.movedim(2, 3).flatten(1, 2)[:, :T]
     groups = x.shape[2] // H
-    return (x.unflatten(2, (H, groups)).sum(3) if groups > 1 else x).to(like.dtype).contiguous()
+    x = (x.unflatten(2, (H, groups)).sum(3) if groups > 1 else x).to(like.dtype)
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() would leave the strides of axes of one element
 
 
 def _spread(x: Tensor, lead: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -1785,7 +1791,7 @@ def _forward_rows(
     NT = -(-T // C)
     lead = (B, NT, HV)
     like, like_v = q.new_empty((0,), dtype=dtype), v
-    state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
+    state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype).contiguous()
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g,))
     # x2 = sum[to](g)
     x2 = _run(g, 'to')
@@ -1882,8 +1888,8 @@ def _backward_rows(
     lead = (B, NT, HV)
     given = (q, k, v, g,)
     like = q.new_empty((0,), dtype=dtype)
-    state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype)
-    dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype)
+    state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype).contiguous()
+    dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype).contiguous()
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in given)
     if needs & 15:
@@ -2093,6 +2099,7 @@ def _step_triton(
     q, k, v, g, = (x if max(x.stride()) * max(x.shape) < 2**31 else x.contiguous() for x in (q, k, v, g,))
     B, H, K = q.shape
     HV, V = v.shape[1:]
+    _check_limits(B, 0, HV, K, V, B)
     o = v.new_empty(v.shape)
     BK = _power(K)
     BV = min(_power(V), max(16, 4096 // BK))
@@ -2279,6 +2286,21 @@ def _refuse(ctx: Any, *_: Any) -> Any:
     raise NotImplementedError("gla has no second derivatives")
 
 
+def _without_gradients(op: Any) -> Any:
+    """An operator's kernel for autograd: refuses gradients, which would be 0 where it has none (torch.func in a graph)."""
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            raise NotImplementedError(_NO_GRADIENTS)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    return kernel
+
+
+_NO_GRADIENTS = "gla_step has no gradients: call it under torch.no_grad(), or gla with T = 1"
+
+
 def _step_impl(*args: Any) -> tuple[Tensor, Tensor]:
     *streams, state, scale = args
     state_next = state.new_empty(state.shape)
@@ -2326,6 +2348,9 @@ def _register() -> tuple[Any, ...]:
         for key in ("CPU", "CUDA"):
             library.impl(f"{_NAME}_step", _step_impl, key)
             library.impl(f"{_NAME}_step_", _step_in_place_impl, key)
+        for end in ("step", "step_"):
+            kernel = _without_gradients(getattr(space, f"{_NAME}_{end}").default)
+            library.impl(f"{_NAME}_{end}", kernel, "Autograd", with_keyset=True)
         torch.library.register_fake(f"dplrgen::{_NAME}_step", _step_fake, lib=library)
         torch.library.register_fake(f"dplrgen::{_NAME}_step_", _step_in_place_fake, lib=library)
         torch.library.register_fake(f"dplrgen::{forward}", _forward_fake, lib=library)
@@ -2344,8 +2369,17 @@ _LIBRARY, _FORWARD_OP, _BACKWARD_OP, _STEP_OP, _STEP_IN_PLACE_OP = _register()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def _listed(sizes: tuple[int, ...] | list[int]) -> str:
+    return f"[{', '.join(f'{s}' for s in sizes)}]"  # str() of a symbolic size is not traced
+
+
 def _shape(x: Tensor) -> str:
-    return f"[{', '.join(str(s) for s in x.shape)}]"
+    return _listed(x.shape)
+
+
+def _check_strided(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got layout {x.layout}")
 
 
 def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str, int]:
@@ -2353,6 +2387,7 @@ def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str,
     for (name, _, _, _), x in zip(_STREAMS, streams, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        _check_strided(name, x)
     q, v = streams[_POSITION["q"]], streams[_POSITION["v"]]
     if q.dim() != len(lead) + 2:
         raise ValueError(f"q must have shape [{', '.join((*lead, 'H', 'K'))}], got {_shape(q)}")
@@ -2390,7 +2425,7 @@ def _check_streams(streams: tuple[Any, ...], lead: tuple[str, ...]) -> dict[str,
 
 def _check_shape(name: str, x: Tensor, symbols: tuple[str, ...], want: list[int]) -> None:
     if x.dim() != len(want) or any(x.shape[i] != want[i] for i in range(len(want))):
-        raise ValueError(f"{name} must have shape [{', '.join(symbols)}] = {want}, got {_shape(x)}")
+        raise ValueError(f"{name} must have shape [{', '.join(symbols)}] = {_listed(want)}, got {_shape(x)}")
 
 
 @functools.cache
@@ -2420,6 +2455,7 @@ def _check_state(name: str, x: Any, rows: tuple[str, int], sizes: dict[str, int]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    _check_strided(name, x)
     if x.dtype != dtype:
         raise TypeError(f"{name} must have dtype {dtype}, got {x.dtype}")
     symbol, count = rows
@@ -2437,17 +2473,19 @@ def _number(scale: Any, K: int) -> float:
         return float(K) ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if torch.compiler.is_compiling():
-        scale = torch.fx.experimental.symbolic_shapes.guard_scalar(float(scale))
-    if not -1e308 <= scale <= 1e308:
+    if not -1e308 <= scale <= 1e308:  # before float, which cannot hold every int
         raise ValueError(f"scale must be finite, got {scale}")
+    if torch.compiler.is_compiling():
+        return torch.fx.experimental.symbolic_shapes.guard_scalar(float(scale))
     return float(scale)
 
 
-def _refuse_tangents(tensors: tuple[Tensor, ...]) -> None:
-    """Raise on dual tensors: autograd would give them tangents of 0 where no gradient is asked for."""
+def _refuse_tangents(what: str, tensors: tuple[Tensor, ...]) -> None:
+    """Raise on dual tensors, to which autograd would give tangents of 0, and in eager torch.func on those of its grad."""
     if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError("gla has no forward-mode derivatives")
+        raise NotImplementedError(f"{what} has no forward-mode derivatives")
+    if not torch.compiler.is_compiling() and any(torch._C._functorch.is_gradtrackingtensor(x) for x in tensors):
+        raise NotImplementedError(f"{what} has no gradients by torch.func: take them by torch.autograd")
 
 
 def _check_flags(**flags: Any) -> None:
@@ -2473,20 +2511,26 @@ def _check(streams: tuple[Tensor, ...], initial_state: Any, cu_seqlens: Any, che
         _check_state("initial_state", initial_state, ("N", N), sizes, q)
     if q.device.type == "cuda":
         _check_products(q)
-        _check_limits(
-            ("T", sizes["T"]),
-            ("B * HV * (T / 16 + 1)", sizes["B"] * sizes["HV"] * (sizes["T"] // 16 + 1)),
-            ("N * HV * (V / 16 + 1)", N * sizes["HV"] * (sizes["V"] // 16 + 1)),
-            ("64 * HV * max(K, V)", 64 * sizes["HV"] * max(sizes["K"], sizes["V"])),
-        )
+        _check_limits(sizes["B"], sizes["T"], sizes["HV"], sizes["K"], sizes["V"], N)
     if check:
         if cu_seqlens is not None:
             _check_bounds(cu_seqlens, sizes["T"])
         _check_gates(streams)
 
 
-def _check_limits(*counts: tuple[str, int]) -> None:
-    """Refuse what the kernels' 32-bit numbers cannot hold: programs of a launch, tokens, and a chunk's rows of a tensor."""
+def _check_limits(B: int, T: int, HV: int, K: int, V: int, N: int) -> None:
+    """Refuse what the kernels' 32-bit numbers cannot hold: programs of a launch, tokens, and a chunk's rows of a tensor.
+
+    Left to the launch while a graph is made, which a comparison would tie to a range of sizes.
+    """
+    if torch.compiler.is_compiling():
+        return
+    counts = (
+        ("T", T),
+        ("B * HV * (T / 16 + 1)", B * HV * (T // 16 + 1)),
+        ("N * HV * (V / 16 + 1)", N * HV * (V // 16 + 1)),
+        ("64 * HV * max(K, V)", 64 * HV * max(K, V)),
+    )
     for what, count in counts:
         if count >= 2**31:
             raise NotImplementedError(f"gla: {what} must be below 2^31 on a GPU, got {count}")
@@ -2496,15 +2540,23 @@ def _check_packing(cu_seqlens: Any, B: int, device: torch.device) -> int:
     """The number of packed sequences, or an error on boundaries that are not."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a tensor or None, got {type(cu_seqlens).__name__}")
+    _check_strided("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens must have dtype torch.int32 or torch.int64, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+    if cu_seqlens.dim() != 1 or _surely(cu_seqlens.shape[0] < 2):
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N at least 1, got {_shape(cu_seqlens)}")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
     if B != 1:
         raise ValueError(f"B must be 1 with cu_seqlens: sequences are packed along T, got B = {B}")
     return cu_seqlens.shape[0] - 1
+
+
+def _surely(condition: Any) -> bool:
+    """A condition on sizes; while a graph is made, whether it holds for certain: boundaries may be made in the graph."""
+    if torch.compiler.is_compiling():
+        return torch.fx.experimental.symbolic_shapes.guard_or_false(condition)
+    return bool(condition)
 
 
 def _check_bounds(cu_seqlens: Tensor, T: int) -> None:
@@ -2571,7 +2623,7 @@ def gla(
     K = q.shape[-1]
     factor = _number(scale, K)
     tensors = streams if initial_state is None else (*streams, initial_state)
-    _refuse_tangents(tensors)
+    _refuse_tangents("gla", tensors)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     chunks = sequences = None
     if cu_seqlens is not None:
@@ -2632,10 +2684,10 @@ def gla_step(
         raise ValueError(f"state must not overlap itself with inplace=True, got strides {list(state.stride())}")
     factor = _number(scale, sizes["K"])
     if q.device.type == "cuda":
-        _check_limits(("B * HV * (V / 16 + 1)", sizes["B"] * sizes["HV"] * (sizes["V"] // 16 + 1)))
+        _check_limits(sizes["B"], 0, sizes["HV"], sizes["K"], sizes["V"], sizes["B"])
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*streams, state)):
-        raise NotImplementedError("gla_step has no gradients: call it under torch.no_grad(), or gla with T = 1")
-    _refuse_tangents((*streams, state))
+        raise NotImplementedError(_NO_GRADIENTS)
+    _refuse_tangents("gla_step", (*streams, state))
     if check:
         _check_gates(streams)
         if state_indices is not None:
@@ -2650,11 +2702,11 @@ def gla_step(
 
 def _overlaps(x: Tensor) -> bool:
     """Whether elements of a tensor may share memory: an axis that does not step over those inside it."""
-    reach = 0
-    for stride, size in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
-        if stride <= reach:
+    axes = [(n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
+    for i, (_, stride) in enumerate(axes):  # not sorted by stride, which would tie a graph to its sizes
+        inside = [(n - 1) * s for j, (n, s) in enumerate(axes) if j != i and s <= stride]
+        if stride <= sum(inside):
             return True
-        reach += (size - 1) * stride
     return False
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -132,29 +133,48 @@ def no_gate(name: str, place: Place) -> list[str]:
 
 def hard_key_calls(name: str, place: Place) -> Iterator[tuple[str, tuple]]:
     """Equal keys, beta up to 2, keys that are not of unit length, rows of zeros: (label, inputs)."""
-    T = place.length(150)
     generator = torch.Generator().manual_seed(5)
+    least = -0.01 if name == "gdn2_clipped" else 0.0  # at 0 its clip is a tie, which rounding decides
 
-    def given(beta: Tensor | float, length: float, g: float, equal: bool):
+    def given(T: int, beta: Tensor | float, length: float, g: float, equal: bool):
         drawn = place.inputs(name, T, regime="weak", seed=6)
         shape = (1, 1 if equal else T, 2, place.K)
-        k = torch.nn.functional.normalize(torch.randn(shape, generator=generator).double(), dim=-1)
-        values: dict[str, Tensor | float] = {"k": length * k, "beta": beta}
-        values |= {"p": length * k} if name == "comba" else {}
-        return filled(name, drawn, **values, **({"g": g} if has_gate(name) else {}))
+        k = length * torch.nn.functional.normalize(torch.randn(shape, generator=generator).double(), dim=-1)
+        return filled(name, drawn, **_erasing(name, k, beta, min(g, least)))
 
+    T = place.length(150)
     wide = torch.rand(1, T, 4, generator=generator, dtype=torch.float64) * 2
-    yield "keys equal, beta 1", given(1.0, 1.0, 0.0, True)
-    yield "keys equal, beta 1.99", given(1.99, 1.0, 0.0, True)
-    yield "beta to 2", given(wide, 1.0, -0.01, False)
-    yield "keys of 1.4", given(1.0, 1.4, 0.0, False)
+    for tokens in (64, 150, 256) if place.device != "cpu" else (T,):
+        yield f"keys equal, beta 1, T = {tokens}", given(tokens, 1.0, 1.0, 0.0, True)
+        yield f"keys equal, beta 1.99, T = {tokens}", given(tokens, 1.99, 1.0, 0.0, True)
+    if place.dtype == torch.float32:
+        yield "beta 2, T = 1024", given(1024, 2.0, 1.0, 0.0, False)
+    yield "beta to 2", given(T, wide, 1.0, -0.01, False)
+    yield "keys of 1.4", given(T, 1.0, 1.4, 0.0, False)
     if has_gate(name):
-        yield "keys of 2, g = -3", given(1.0, 2.0, -3.0, False)
-    rows = given(0.5, 1.0, -0.1, False)
+        yield "keys of 2, g = -3", given(T, 1.0, 2.0, -3.0, False)
+    rows = given(T, 0.5, 1.0, -0.1, False)
     with torch.no_grad():
         for x in rows[0]:
             x[:, ::7] = 0
     yield "rows of zeros", rows
+
+
+def _erasing(name: str, k: Tensor, beta: Tensor | float, g: float) -> dict[str, Tensor | float]:
+    """The values of a variant's streams with which a token decays by exp(g), if it can, and erases I - beta k k^T."""
+    strength = torch.as_tensor(beta, dtype=torch.float64)
+    channels = strength[..., None]
+    of_key_heads = channels[:, :, :: strength.shape[2] // k.shape[2]] if strength.dim() else strength
+    b, decay = of_key_heads * k, math.exp(g)
+    own: dict[str, dict[str, Tensor | float]] = {
+        "comba": {"p": k, "beta": strength},
+        "gdn2": {"e": channels, "w": channels},
+        "gdn2_clipped": {"j": k, "eta": strength},
+        "dplr": {"a": k, "b": b},
+        "dplr_absorbed": {"a": k, "d": decay * b},
+        "rwkv7": {"a": -decay * b, "b": k},
+    }
+    return {"k": k, **own.get(name, {"beta": strength}), **({"g": g} if has_gate(name) else {})}
 
 
 def hard_keys(name: str, place: Place) -> list[str]:
@@ -358,7 +378,23 @@ def head_first(x: Tensor) -> Tensor:
     return x.detach().transpose(1, 2).contiguous().transpose(1, 2)
 
 
-LAYOUTS = {"scattered": scattered, "channels apart": channels_apart, "head first": head_first}
+def tokens_last(x: Tensor) -> Tensor:
+    return x.detach().movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def aside(x: Tensor) -> Tensor:
+    """The same values, contiguous, one element beyond where memory is aligned."""
+    flat = torch.full((x.numel() + 1,), float("nan"), dtype=x.dtype, device=x.device)
+    return flat[1:].view(x.shape).copy_(x.detach())
+
+
+LAYOUTS = {
+    "scattered": scattered,
+    "channels apart": channels_apart,
+    "head first": head_first,
+    "tokens last": tokens_last,
+    "aside": aside,
+}
 
 
 def layouts(name: str, place: Place) -> list[str]:
@@ -450,7 +486,7 @@ CHECKS: tuple[Callable[[str, Place], list[str]], ...] = (
 ASKED: dict[Callable[[str, Place], list[str]], Callable[[str], bool]] = {
     strong_gates: has_gate,
     growing_gates: lambda name: has_gate(name) and name != "gdn2_clipped",  # its clip bounds what grows
-    hard_keys: lambda name: name in ("gdn", "kda", "delta", "comba"),
+    hard_keys: lambda name: name not in ("gla", "simple_gla"),  # they erase nothing
 }
 
 

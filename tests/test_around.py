@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint
 from inputs import make
 from oracles import ORACLES
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dplrgen
 from dplrgen import Variant, ops
@@ -222,3 +225,76 @@ def test_lengths_batches_and_sequences_compile_a_few_times() -> None:
     for bounds in ([0, 70], [0, 5, 70], [0, 5, 9, 70], [0, 1, 2, 3, 70], [0, 7, 11, 23, 40, 70]):
         compiled(torch.tensor(bounds), *(x[:1].detach().requires_grad_() for x in streams)).backward()
     assert counter.frame_count <= before + 3
+
+
+def test_a_step_is_compiled_for_any_batch_and_pool() -> None:
+    streams, _ = drawn("kda")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def step(state: Tensor, slots: Tensor | None, *token: Tensor) -> Tensor:
+        return ops.kda_step(*token, state, inplace=True, state_indices=slots)[0]
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    token = [x.detach()[0] for x in streams]
+    with torch.no_grad():
+        for pool in (None, 8, 16, 11):
+            for B in (4, 3, 5, 7, 6):
+                given = [x[:B] for x in token]
+                slots = None if pool is None else torch.arange(B).flip(0)
+                states = [torch.ones(pool or B, 2, *SIZES[4:]) for _ in range(2)]
+                assert same([compiled(states[0], slots, *given)], [step(states[1], slots, *given)])
+                assert same(states[:1], states[1:])
+    assert counter.frame_count <= 6
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev], ids=lambda f: f.__name__)
+def test_gradients_by_transforms_are_refused(transform) -> None:
+    """A step has no gradients, in a graph neither, where they were 0; the op's are those of torch.autograd."""
+    streams, h0 = drawn("kda")
+    plain, state = [x.detach() for x in streams], h0.detach()
+    token = [x[:, 0] for x in plain]
+    calls = {
+        "no gradients: call it under": (lambda s: ops.kda_step(*token, s)[0].sum(), (False, True)),
+        "kda has no gradients by torch.func": (lambda s: ops.kda(*plain, initial_state=s)[0].sum(), (False,)),
+    }
+    for text, (call, traced) in calls.items():
+        for compiled in traced:
+            taken = transform(call)
+            taken = torch.compile(taken, backend="aot_eager", fullgraph=True) if compiled else taken
+            with pytest.raises(Exception, match=text):
+                taken(state)
+
+
+def test_packed_boundaries_may_be_made_in_a_graph() -> None:
+    streams, _ = drawn("kda")
+    plain = [x.detach()[:1] for x in streams]
+    position = torch.cat([torch.arange(n) for n in (9, 30, 31)])
+
+    def call(position: Tensor, *x: Tensor) -> Tensor:
+        starts = (position == 0).nonzero().squeeze(-1)
+        return ops.kda(*x, cu_seqlens=torch.nn.functional.pad(starts, (0, 1), value=position.shape[0]))[0]
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = torch.compile(call, backend="aot_eager", fullgraph=True)(position, *plain)
+    assert same([found], [call(position, *plain)])
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_fakes_have_the_strides_of_results(name: str) -> None:
+    """Those of axes of one element too, and every result is memory of its own size."""
+    module = importlib.import_module(f"dplrgen.generated.{name}")
+    for sizes in ((1, 40, 1, 1, 16, 12), (2, 33, 1, 2, 1, 12), (1, 64, 2, 2, 16, 1)):
+        streams, h0, do, dht = make(name, *sizes, F32, seed=91)
+        given = [x.detach() for x in (*streams, h0)]
+        call = (*given, None, None, 0.25, True, True)
+        real = module._FORWARD_OP(*call)
+        back = module._BACKWARD_OP(do, dht, *call[:-3], *real[2:], 0.25, 2 ** len(given) - 1)
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(x) for x in given]
+            told = module._FORWARD_OP(*fake, *call[len(given) :])
+            cotangents = [mode.from_tensor(x) for x in (do, dht)]
+            told_back = module._BACKWARD_OP(*cotangents, *fake, None, None, *told[2:], 0.25, 2 ** len(given) - 1)
+        for x, y in zip((*real, *back), (*told, *told_back), strict=True):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+        for x in (real[0], *back):
+            assert x.untyped_storage().nbytes() == x.nbytes

@@ -165,6 +165,21 @@ def test_errors_are_the_same_text_when_traced(fullgraph: bool) -> None:
         assert str(traced.value) == str(eager.value)
 
 
+def test_errors_have_their_text_where_sizes_are_symbolic() -> None:
+    def streams(T: int) -> list[torch.Tensor]:
+        return [x.detach() for x in make("kda", 1, T, 1, 2, 16, 12, F32, seed=66)[0]]
+
+    compiled = torch.compile(lambda *xs: ops.kda(*xs)[0], fullgraph=True, backend="eager")
+    for T in (10, 20, 30):
+        compiled(*streams(T))
+    wrong = streams(40)
+    wrong[1] = wrong[1][:, :-1]
+    with pytest.raises(Exception, match=r"k must have shape \[B, T, H, K\] = \["):
+        compiled(*wrong)
+    with pytest.raises(Exception, match="scale must be finite, got 1000"):
+        torch.compile(lambda *xs: ops.kda(*xs, scale=10**400)[0], fullgraph=True, backend="eager")(*streams(10))
+
+
 def test_two_calls_in_one_graph_share_nothing() -> None:
     """Two layers in a row, the second with other sizes, traced as one graph."""
     first = make("kda", 1, 40, 1, 2, 16, 24, F32, seed=66)

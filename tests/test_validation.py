@@ -168,6 +168,21 @@ def test_state_kind(value: object) -> None:
         ops.kda(*plain("kda"), initial_state=value)
 
 
+@pytest.mark.parametrize("name", ORACLES)
+def test_only_strided_tensors(name: str) -> None:
+    op, streams, state = getattr(ops, name), plain(name), state_for(name)
+    text = "must be a strided tensor, got layout torch.sparse_coo"
+    for i, stream in enumerate(names(name)):
+        with pytest.raises(TypeError, match=f"^{stream} {text}$"):
+            op(*streams[:i], streams[i].to_sparse(), *streams[i + 1 :])
+    with pytest.raises(TypeError, match=f"^initial_state {text}$"):
+        op(*streams, initial_state=state.to_sparse())
+    with pytest.raises(TypeError, match=f"^cu_seqlens {text}$"):
+        op(*(x[:1] for x in streams), cu_seqlens=torch.tensor([0, 1]).to_sparse())
+    with pytest.raises(TypeError, match=f"^state {text}$"):
+        getattr(ops, f"{name}_step")(*(x[:, 0] for x in streams), state.to_sparse())
+
+
 @pytest.mark.parametrize(
     "value", [torch.tensor(0.5), torch.tensor([1.0]), "1", [1.0], 1j], ids=lambda x: type(x).__name__
 )
@@ -199,8 +214,10 @@ def test_what_a_gpu_does_not_run_is_refused_by_name(name: str, monkeypatch: pyte
             module._config(257, dtype)
         module._config(256, dtype)
     with pytest.raises(NotImplementedError, match=rf"^{name}: T must be below 2\^31 on a GPU, got 2147483648$"):
-        module._check_limits(("B", 2**31 - 1), ("T", 2**31))
-    module._check_limits(("B", 2**31 - 1))
+        module._check_limits(B=1, T=2**31, HV=1, K=16, V=16, N=1)
+    with pytest.raises(NotImplementedError, match=rf"^{name}: N \* HV \* \(V / 16 \+ 1\) must be below 2\^31"):
+        module._check_limits(B=1, T=16, HV=2, K=16, V=16, N=2**29)
+    module._check_limits(B=1, T=2**29, HV=2, K=16, V=16, N=2**28)
     there = types.SimpleNamespace(device=torch.device("cuda", 1))
     for capability, memory, text in (
         ((7, 5), 64, "needs compute capability 8.0 or later, cuda:1 has 7.5"),

@@ -1,0 +1,102 @@
+"""Where 16-bit operands cannot hold what is left: this package and flash-linear-attention on the same inputs, by rr.
+
+    python benchmarks/beside_fla.py --out OUT
+
+KDA and gated DeltaNet in bfloat16, on keys that are all equal and on single tokens, whose heads are one inner product
+each. Both are judged by tests/metrics.py against the float64 loop; nothing is timed. Writes OUT/beside_fla.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import bench
+
+bench.use_checkout()
+
+import contract  # noqa: E402
+import fastref  # noqa: E402
+import metrics  # noqa: E402
+import torch  # noqa: E402
+from covering import load  # noqa: E402
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: E402
+from fla.ops.kda import chunk_kda  # noqa: E402
+from inputs import make  # noqa: E402
+from oracles import names  # noqa: E402
+
+PEERS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}
+STRENGTHS, GATES, SIZES, T = (1.0, 1.8, 1.99), (0.0, -0.001), (64, 128), 150
+
+
+def implementations(variant: str) -> dict[str, object]:
+    def peer(q, k, v, g, beta, **options):
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        return PEERS[variant](q, k, v, g, beta, **options)
+
+    return {"dplrgen": contract.of(variant), "fla": peer}
+
+
+def equal_keys(variant: str) -> list[tuple[object, ...]]:
+    """rr of whole tensors with one key for all tokens."""
+    rows = []
+    for size in SIZES:
+        place = contract.Place("cuda", torch.bfloat16, size, size, fastref.reference)
+        key = torch.nn.functional.normalize(torch.randn(2, size, generator=torch.Generator().manual_seed(5)), dim=-1)
+        for beta in STRENGTHS:
+            for g in GATES:
+                given = place.inputs(variant, T, regime="weak", seed=6)
+                given = contract.filled(variant, given, k=key, beta=beta, g=g)
+                ref = fastref.reference(variant, *given)
+                for label, op in implementations(variant).items():
+                    got = metrics.collect(op, variant, *given, output_final_state=True)
+                    figures = [f"{metrics.rr(got[k], ref[k]):.1e}" for k in columns(variant)]
+                    rows.append((variant, size, beta, g, label, *figures))
+    return rows
+
+
+def columns(variant: str) -> list[str]:
+    return ["o", "ht", "dh0", *(f"d{n}" for n in names(variant))]
+
+
+def single_tokens() -> list[tuple[object, ...]]:
+    """How many of the covering design's calls of one token miss a rule, those on whole tensors apart."""
+    counts = {label: [0, 0, 0] for label in implementations("kda")}
+    for case in load():
+        if case.variant != "kda" or case.T != 1 or case.dtype != "bfloat16":
+            continue
+        sizes = (case.B, case.T, case.H, case.HV, case.K, case.V)
+        given = make("kda", *sizes, torch.bfloat16, regime=case.gates, seed=case.seed, device="cuda")
+        ref = fastref.reference("kda", *given)
+        for label, op in implementations("kda").items():
+            got = metrics.collect(op, "kda", *given, output_final_state=True)
+            found = metrics.check("kda", got, ref, torch.bfloat16, given[0])
+            whole = [line for line in found if "(batch, head" not in line]
+            counts[label] = [x + y for x, y in zip(counts[label], (1, bool(whole), bool(found)), strict=True)]
+    return [(label, *count) for label, count in counts.items()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    import fla
+
+    programs = [bench.generated(variant)._NAME for variant in PEERS]
+    about = bench.versions("cuda") | {"fla-core": fla.__version__, "programs": " ".join(programs)}
+    parts = [", ".join(f"{k} {v}" for k, v in about.items())]
+    for variant in PEERS:
+        rows = equal_keys(variant)
+        parts += [bench.table(rows, ("keys equal", "K = V", "beta", "g", "op", *columns(variant)))]
+    parts += [bench.table(single_tokens(), ("one token", "calls", "miss a whole tensor's bound", "miss any rule"))]
+    text = "\n\n".join(parts)
+    (args.out / "beside_fla.txt").write_text(text + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
