@@ -1,17 +1,18 @@
 """Where 16-bit operands cannot hold what is left: this package and flash-linear-attention on the same inputs, by rr.
 
-    python benchmarks/beside_fla.py --out OUT
+    python benchmarks/beside_fla.py keys-kda-64 keys-kda-128 keys-gdn-64 keys-gdn-128 tokens
 
-KDA and gated DeltaNet in bfloat16, on keys that are all equal and on single tokens, whose heads are one inner product
-each. Both are judged by tests/metrics.py against the float64 loop; nothing is timed. Writes OUT/beside_fla.txt.
+KDA and gated DeltaNet in bfloat16, on keys that are all equal (keys-VARIANT-SIZE) and on single tokens, whose heads are
+one inner product each (tokens). Both are judged by tests/metrics.py against the float64 loop; nothing is timed. fla
+tunes itself for minutes: give the parts to processes of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import bench
 
@@ -28,7 +29,7 @@ from inputs import make  # noqa: E402
 from oracles import names  # noqa: E402
 
 PEERS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}
-STRENGTHS, GATES, SIZES, T = (1.0, 1.8, 1.99), (0.0, -0.001), (64, 128), 150
+STRENGTHS, GATES, T = (1.0, 1.8, 1.99), (0.0, -0.001), 150
 
 
 def implementations(variant: str) -> dict[str, object]:
@@ -39,21 +40,19 @@ def implementations(variant: str) -> dict[str, object]:
     return {"dplrgen": contract.of(variant), "fla": peer}
 
 
-def equal_keys(variant: str) -> list[tuple[object, ...]]:
+def equal_keys(variant: str, size: int) -> list[tuple[object, ...]]:
     """rr of whole tensors with one key for all tokens."""
     rows = []
-    for size in SIZES:
-        place = contract.Place("cuda", torch.bfloat16, size, size, fastref.reference)
-        key = torch.nn.functional.normalize(torch.randn(2, size, generator=torch.Generator().manual_seed(5)), dim=-1)
-        for beta in STRENGTHS:
-            for g in GATES:
-                given = place.inputs(variant, T, regime="weak", seed=6)
-                given = contract.filled(variant, given, k=key, beta=beta, g=g)
-                ref = fastref.reference(variant, *given)
-                for label, op in implementations(variant).items():
-                    got = metrics.collect(op, variant, *given, output_final_state=True)
-                    figures = [f"{metrics.rr(got[k], ref[k]):.1e}" for k in columns(variant)]
-                    rows.append((variant, size, beta, g, label, *figures))
+    place = contract.Place("cuda", torch.bfloat16, size, size, fastref.reference)
+    key = torch.nn.functional.normalize(torch.randn(2, size, generator=torch.Generator().manual_seed(5)), dim=-1)
+    for beta, g in itertools.product(STRENGTHS, GATES):
+        given = place.inputs(variant, T, regime="weak", seed=6)
+        given = contract.filled(variant, given, k=key, beta=beta, g=g)
+        ref = fastref.reference(variant, *given)
+        for label, op in implementations(variant).items():
+            got = metrics.collect(op, variant, *given, output_final_state=True)
+            figures = [f"{metrics.rr(got[k], ref[k]):.1e}" for k in columns(variant)]
+            rows.append((variant, size, beta, g, label, *figures))
     return rows
 
 
@@ -79,22 +78,23 @@ def single_tokens() -> list[tuple[object, ...]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    parts = [*(f"keys-{variant}-{size}" for variant in PEERS for size in (64, 128)), "tokens"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("parts", nargs="+", choices=parts)
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     import fla
 
-    programs = [bench.generated(variant)._NAME for variant in PEERS]
-    about = bench.versions("cuda") | {"fla-core": fla.__version__, "programs": " ".join(programs)}
-    parts = [", ".join(f"{k} {v}" for k, v in about.items())]
-    for variant in PEERS:
-        rows = equal_keys(variant)
-        parts += [bench.table(rows, ("keys equal", "K = V", "beta", "g", "op", *columns(variant)))]
-    parts += [bench.table(single_tokens(), ("one token", "calls", "miss a whole tensor's bound", "miss any rule"))]
-    text = "\n\n".join(parts)
-    (args.out / "beside_fla.txt").write_text(text + "\n")
-    print(text)
+    programs = " ".join(bench.generated(variant)._NAME for variant in PEERS)
+    about = bench.versions("cuda") | {"fla-core": fla.__version__, "programs": programs}
+    print(", ".join(f"{k} {v}" for k, v in about.items()))
+    for part in args.parts:
+        if part == "tokens":
+            head = ("one token", "calls", "miss a whole tensor's bound", "miss any rule")
+            print(f"\n{bench.table(single_tokens(), head)}")
+        else:
+            _, variant, size = part.split("-")
+            head = ("keys equal", "K = V", "beta", "g", "op", *columns(variant))
+            print(f"\n{bench.table(equal_keys(variant, int(size)), head)}")
     return 0
 
 
