@@ -850,7 +850,6 @@ def _side(plan: Plan, signature: Mapping[str, tuple[str, Axes]], side: str) -> d
     for k in kernels:
         k["key"] = f"{side}.{k['name']}"
         k["serves_inputs"] = (k["serves"] & inputs) | ((1 << len(signature)) if k["serves"] & carried else 0)
-        k["free"] = []
     return {
         "kernels": kernels,
         "result": {label: plan.names.get(n, "") for label, n in plan.program.outputs},

@@ -25,13 +25,13 @@ from typing import Any
 from dplrgen.errors import IRError
 
 __all__ = [
-    "CHUNK_OPS",
     "OPS",
     "Axes",
     "Node",
     "Op",
     "Program",
     "const",
+    "constants",
     "descendants",
     "dot",
     "exp",
@@ -54,7 +54,6 @@ __all__ = [
     "unbounded_exponents",
     "unwrapped",
     "value",
-    "value_at_zero",
     "verify",
 ]
 
@@ -503,11 +502,6 @@ register(Op("solve", 2, _square, "solve({0}, {1})", at_zero=lambda n, x, **a: x,
 register(Op("solve_t", 2, _square, "solve_t({0}, {1})", at_zero=lambda n, x, **a: x, cost="solve"))
 register(Op("inverse", 1, _square, "inverse({0})", at_zero=lambda n, **a: 1.0, cost="solve"))
 
-#: Operations that combine different tokens or channels, so padding must be zero where they read.
-CHUNK_OPS = frozenset(
-    {"sum", "matmul", "run", "gram", "gram_dx", "gram_dy", "gram_gain", "gram_loss", "pair", "solve", "solve_t"}
-)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constructors: the words a binding is written in
@@ -633,12 +627,16 @@ def substitute(roots: Iterable[Node], table: Mapping[Node, Node]) -> dict[Node, 
     return done
 
 
-def value_at_zero(n: Node, memo: dict[Node, float]) -> float:
-    """What the node holds where every tensor it reads holds 0 (padding); NaN if undefined."""
-    for m in topological([n], frozenset(memo)):
-        if m not in memo:
-            memo[m] = OPS[m.op].at_zero(*(memo[a] for a in m.args), **dict(m.attrs))
-    return memo[n]
+def constants(root: Node) -> dict[Node, float]:
+    """The values of what is made of numbers alone; NaN if undefined."""
+    found: dict[Node, float] = {}
+    for n in topological([root]):
+        if n.op == "const" or (n.args and all(a in found for a in n.args) and OPS[n.op].elementwise):
+            try:
+                found[n] = OPS[n.op].at_zero(*(found[a] for a in n.args), **dict(n.attrs))
+            except (ArithmeticError, ValueError):
+                found[n] = math.nan
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -700,8 +698,8 @@ class Program:
 def verify(program: Program) -> None:
     """Raise IRError where a program breaks a rule that every pass must keep.
 
-    Nodes are well typed by construction; what remains: names are unique, carried values keep their axes, and an
-    exponential is never taken of a negated running sum (its exponent would be positive and unbounded).
+    Nodes are well typed by construction; what remains: names are unique and carried values keep their axes. What must
+    hold of exponents holds from `stabilize` on, which has a check of its own.
     """
     labels = list(program.names.values())
     if len(set(labels)) != len(labels):

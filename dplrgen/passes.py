@@ -7,7 +7,7 @@ only; none knows a variant. ``rewrite`` applies a set bottom-up until nothing ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dplrgen.errors import IRError
@@ -541,13 +541,47 @@ STABILIZE = (_absorb, _tail, _pair)
 
 
 def stabilized(program: Program) -> None:
-    """IRError if an exponential of unbounded positive size, or a division by a decay, is left."""
+    """IRError if an exponential of unbounded positive size, or a division by a decay or a part of one, is left."""
     for n in unbounded_exponents(program):
         raise IRError(f"{program.name}: {show(n)} has an exponent of unbounded size")
-    decays = {exp(n.args[0]) for n in program.nodes() if n.op == "run"}
-    for n in program.nodes():
-        if n.op == "div" and any(m in decays for m in factors(n.args[1])[1]):
-            raise IRError(f"{program.name}: {show(n)} divides by a decay that may underflow to 0")
+    order = program.nodes()
+    logs = {key for n in order if n.op == "run" for key in _log_terms(n.args[0])}
+    for n in order:
+        if n.op == "exp" and n.args[0].op != "run" and {(-s, core) for s, core in _log_terms(n.args[0])} & logs:
+            raise IRError(f"{program.name}: {show(n)} has an exponent of unbounded size: it undoes a part of the decay")
+        if n.op in ("div", "safe_div") and set(_logs_of(n.args[1])) & logs:
+            raise IRError(
+                f"{program.name}: {show(n)} divides by a decay that may underflow to 0; "
+                f"an erase vector may be divided by the decay as a whole, written as it is in the record"
+            )
+
+
+def _log_terms(e: Node) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The terms of a log-decay, each as its sign and its factors but for numbers; those under a minimum too."""
+    for sign, term in terms(e):
+        side, parts = factors(term)
+        bare = [p.args[0] if p.op == "spread" else p for p in parts]
+        numbers = [x for x in map(literal, bare) if x is not None]
+        side *= sign * (-1 if sum(x < 0 for x in numbers) % 2 else 1)
+        kept = [p for p in bare if literal(p) is None]
+        if len(kept) == 1 and kept[0].op in ("minimum", "add", "neg"):
+            for a in kept[0].args if kept[0].op == "minimum" else kept:
+                yield from ((side * s, core) for s, core in _log_terms(a))
+        elif kept:
+            yield side, tuple(sorted(map(show, kept)))
+
+
+def _logs_of(x: Node) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The same of the logarithm of a product of decays."""
+    for p in factors(x)[1]:
+        part = p.args[0] if p.op == "spread" else p
+        if part.op == "exp":
+            yield from _log_terms(part.args[0])
+        elif part.op == "div":
+            yield from _logs_of(part.args[0])
+        elif literal(part) is None:
+            for op in ("log", "log_decay", "log_sigmoid"):
+                yield from _log_terms(node(op, part.args[0] if op == "log_sigmoid" and part.op == "sigmoid" else part))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

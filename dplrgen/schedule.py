@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from dplrgen.errors import IRError
-from dplrgen.ir import OPS, Node, Program, leaf, substitute, topological
+from dplrgen.ir import OPS, Node, Program, leaf, show, substitute, topological
 
 __all__ = [
     "CONFIGS",
@@ -151,7 +151,18 @@ def plan(program: Program, saved: Iterable[Node] = (), load_saved: bool = False)
     cheap = _recomputable(program)
     place = _placement(program, stage, cheap)
     kernels = _kernels(program, place, cheap, () if load_saved else saved)
+    _ordered(program, kernels)
     return Plan(program, tuple(kernels), saved, christened(program, names))
+
+
+def _ordered(program: Program, kernels: Iterable[Kernel]) -> None:
+    """IRError if a launch reads what no earlier one has written."""
+    written = {s for s, _, _ in program.carried}
+    for k in kernels:
+        missing = [n for n in k.loads if n.op != "input" and n not in written]
+        if missing:
+            raise IRError(f"{program.name}: {k.name} reads {show(missing[0])} before it is written")
+        written |= set(k.stores)
 
 
 def _load(
@@ -256,6 +267,10 @@ def _placement(program: Program, stage: dict[Node, int], cheap: set[Node]) -> di
     for _, n in program.outputs:  # results without a value axis wait, so that they are written in one place
         if stage[n] % 2 == 0 and stage[n] > 0 and not has(n, "V") and OPS[n.op].cost == "cheap" and not is_leaf(n):
             part[n] = max([p for m, p in part.items() if stage[m] == stage[n]])
+    for n in order:  # what reads a value that waits waits with it
+        read = [part[a] for a in n.args if stage.get(a) == stage[n] and a not in cheap and not is_leaf(a)]
+        if stage[n] % 2 == 0 and stage[n] > 0 and not is_leaf(n):
+            part[n] = max([part[n], *read])
     second = _second_walk(program, {n: (stage[n], part[n]) for n in order}, cheap)
     return {n: (stage[n], part[n] + int(n in second)) for n in order}
 
@@ -361,7 +376,7 @@ def _kernel(
     roots = list(wanted[slot])
     stop = frozenset(n for n in topological(roots) if external(n))
     body = [n for n in topological(roots, stop) if n not in stop and n is not state]
-    loads = tuple(n for n in topological(roots, stop) if n in stop and n.op not in ("param", "const", "spread"))
+    loads = tuple(n for n in topological(roots, stop) if n in stop and (n.op == "input" or not is_leaf(n)))
     later = [m for s, ns in wanted.items() if s != slot for m in ns]
     readers = _reached(later, cheap)
     stores = tuple(n for n in wanted[slot] if n in readers or n in kept_values)

@@ -13,13 +13,29 @@ from __future__ import annotations
 import builtins
 import difflib
 import keyword
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from dplrgen.errors import BindingError, UnknownNameError
-from dplrgen.ir import Node, const, exp, gate, key, log, minimum, norm, safe_div, show, sqrt, topological, value
+from dplrgen.ir import (
+    Node,
+    const,
+    constants,
+    exp,
+    gate,
+    key,
+    log,
+    minimum,
+    norm,
+    safe_div,
+    show,
+    sqrt,
+    topological,
+    value,
+)
 from dplrgen.ir import dot as inner
 
 __all__ = ["VARIANTS", "Variant", "clip", "get"]
@@ -36,6 +52,7 @@ _RESERVED = frozenset(
         "save",
         "needs",
         "state",
+        "states",
         "dstate",
         "do",
         "dht",
@@ -193,8 +210,6 @@ class Variant:
         if not isinstance(expression, Node):
             raise BindingError(f"{self.name}: stream {stream} must be an expression, got {expression!r}")
         text = f"{self.name}: stream {stream} = {show(expression)}"
-        if stream == "decay" and expression.op == "const" and not 0.0 < expression.attr("value") <= 1.0:
-            raise BindingError(f"{text} must be in (0, 1]")
         for n in topological([expression]):
             if n.op in ("param", "run") or n.axes[:1] == ("C",):
                 raise BindingError(f"{text} must be written over one token's inputs, found {show(n)}")
@@ -203,6 +218,12 @@ class Variant:
                     raise BindingError(f"{text} reads the state; streams may read inputs only")
                 known = ", ".join(str(i.attr("name")) for i in self.inputs)
                 raise BindingError(f"{text} reads {show(n)!r}, which is not an input (inputs: {known})")
+        numbers = constants(expression)
+        for n, x in numbers.items():
+            if not math.isfinite(x):
+                raise BindingError(f"{text} must be finite, found {show(n)}")
+        if stream == "decay" and not 0.0 < numbers.get(expression, 1.0) <= 1.0:
+            raise BindingError(f"{text} must be in (0, 1]")
         if expression.axes not in allowed and expression.op != "const":
             want = " or ".join("[" + ", ".join(a) + "]" for a in allowed)
             raise BindingError(f"{text} must have axes {want}, got [{', '.join(expression.axes)}]")

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program f0bd88a9:
+# the delta rule, no decay, program 8643ecee:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta", "delta_step"]
 
-_NAME = "delta_f0bd88a9"
+_NAME = "delta_8643ecee"
 
 
 #: What kernels are not compiled anew for.
@@ -1206,7 +1206,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     if q.is_cuda:
         _check_products(q)
     wide = q.dtype == torch.float32
-    exact = all(x.dtype == torch.bfloat16 for x in gates)
+    exact = q.dtype == torch.bfloat16 and all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program f5b73cef:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 911c32a5:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_f5b73cef"
+_NAME = "dplr_absorbed_911c32a5"
 
 
 #: What kernels are not compiled anew for.
@@ -1745,7 +1745,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     if q.is_cuda:
         _check_products(q)
     wide = q.dtype == torch.float32
-    exact = all(x.dtype == torch.bfloat16 for x in gates)
+    exact = q.dtype == torch.bfloat16 and all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1

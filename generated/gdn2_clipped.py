@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 8f4c6fb3:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 678a9f94:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped", "gdn2_clipped_step"]
 
-_NAME = "gdn2_clipped_8f4c6fb3"
+_NAME = "gdn2_clipped_678a9f94"
 
 
 #: What kernels are not compiled anew for.
@@ -2227,7 +2227,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     if q.is_cuda:
         _check_products(q)
     wide = q.dtype == torch.float32
-    exact = all(x.dtype == torch.bfloat16 for x in gates)
+    exact = q.dtype == torch.bfloat16 and all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1

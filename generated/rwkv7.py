@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 142433b7:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program 05d39e4c:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
-_NAME = "rwkv7_142433b7"
+_NAME = "rwkv7_05d39e4c"
 
 
 #: What kernels are not compiled anew for.
@@ -1743,7 +1743,7 @@ def _setting(q: Tensor, gates: tuple[Tensor, ...], V: int) -> tuple[dict[str, An
     if q.is_cuda:
         _check_products(q)
     wide = q.dtype == torch.float32
-    exact = all(x.dtype == torch.bfloat16 for x in gates)
+    exact = q.dtype == torch.bfloat16 and all(x.dtype == torch.bfloat16 for x in gates)
     interpreted = not q.is_cuda and triton.knobs.runtime.interpret
     limit = _shared_memory(q.device.index) if q.is_cuda else 232448
     parts = 0 if wide or interpreted else 1

@@ -16,7 +16,7 @@ from interpreted import run_files
 
 import dplrgen
 from dplrgen import Variant, pipeline
-from dplrgen.ir import Node, exp, gate, key, log, minimum, sigmoid, topological, value
+from dplrgen.ir import Node, const, dot, exp, gate, key, log, minimum, norm, sigmoid, topological, value
 from dplrgen.passes import count
 
 torch.set_num_threads(1)
@@ -125,6 +125,34 @@ def test_decays_that_reach_0_in_the_interpreter(tmp_path: Path) -> None:
         for x in (result, want):
             x.pop("de", None)
         assert not bindings.differences(result, want, 1e-4), variant.binding()
+
+
+def _crossing() -> dict[str, Variant]:
+    """One input's gradient is a term of another's, or is read beside a sum over V, across launches."""
+    q, k, j, v, e = key("q"), key("k"), key("j"), value("v"), gate("e", "K")
+    still = {"decay": const(1.0), "k": k}
+    given = (j, k, q, v)
+    return {
+        "norm": Variant(name="crossing_norm", inputs=given, a=k, b=const(0.0), v=norm(j + k) * v, **still),
+        "dot": Variant(name="crossing_dot", inputs=given, a=k, b=0.5 * k, v=dot(j + 0.2 * k, q) * v, **still),
+        "gate": Variant(name="crossing_gate", inputs=(*given, e), a=k, b=e * k, v=dot(j + k, e) * v, **still),
+        "spread": Variant(
+            name="crossing_spread", inputs=(v, q, k), decay=const(1.0), a=q, b=const(0.0), k=q, v=v + dot(k, const(0.3))
+        ),
+    }
+
+
+def test_gradients_that_cross_launches(tmp_path: Path) -> None:
+    cases = []
+    for variant in _crossing().values():
+        sizes = Sizes(B=1, T=35, H=1, HV=2, K=20, V=18)
+        given = bindings.make_inputs(variant, sizes, seed=5)
+        got, want = bindings.run(dplrgen.build(variant), variant, given), bindings.reference(variant, given)
+        assert not bindings.differences(got, want, 1e-10), variant.binding()
+        cases.append((variant, bindings.make_inputs(variant, sizes, torch.float32, 5)))
+    for (variant, given), result in zip(cases, run_files(cases, tmp_path), strict=True):
+        assert not isinstance(result, str), result
+        assert not bindings.differences(result, bindings.reference(variant, given), 1e-4), variant.binding()
 
 
 @pytest.mark.parametrize("group", range(len(INTERPRETED) // PER_PROCESS))

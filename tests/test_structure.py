@@ -21,7 +21,7 @@ import torch
 from inputs import make
 
 import dplrgen
-from dplrgen import cli, codegen, compile_hook, ops
+from dplrgen import cli, codegen, compile_hook, ops, passes
 from dplrgen.ir import Node, leaf, substitute
 from dplrgen.variants import VARIANTS, Variant
 
@@ -347,3 +347,20 @@ def test_the_search_for_branches_finds_them() -> None:
     ):
         assert any(chooses(n) for n in ast.walk(ast.parse(text)))
     assert not any(chooses(n) for n in ast.walk(ast.parse("get('kda'); x == 'kdas'")))
+
+
+def test_the_page_names_the_rules_of_each_pass() -> None:
+    page = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| .* \| (.*)\|$", page, re.M)
+    told = {name: re.findall(r"`([a-z-]+)`", rules) for name, rules in rows}
+    sets = {
+        "simplify": passes.IDENTITIES,
+        "stabilize": passes.STABILIZE,
+        "fold": passes.FOLD,
+        "linearize": passes.LINEAR,
+        "hoist": passes.hoist_rules(()),
+        "lower": passes.LOWER,
+    }
+    assert {name: sorted(told[name]) for name in sets} == {
+        n: sorted(r.name for r in rules) for n, rules in sets.items()
+    }

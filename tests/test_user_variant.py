@@ -34,6 +34,7 @@ from dplrgen.ir import (
     gate,
     key,
     leaf,
+    log,
     minimum,
     node,
     norm,
@@ -343,6 +344,12 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "decay 0": (lambda: mine(decay=const(0)), r"stream decay = 0"),
     "decay below 0": (lambda: mine(decay=const(-0.5)), r"stream decay = -0\.5"),
     "decay above 1": (lambda: mine(decay=const(1.5)), r"stream decay = 1\.5"),
+    "decay above 1, of numbers": (lambda: mine(decay=0.5 * const(3)), r"stream decay = 0\.5 \* 3\.0 must be in"),
+    "decay above 1, by exp": (lambda: mine(decay=exp(const(3))), r"stream decay = exp\(3\.0\) must be in"),
+    "numbers that give none": (lambda: mine(v=log(const(-1)) * v), r"stream v = .*must be finite, found log\(-1\.0\)"),
+    "numbers too large": (lambda: mine(v=exp(const(1000)) * v), r"stream v = .*must be finite, found exp\(1000\.0\)"),
+    "numbers over 0": (lambda: mine(v=(const(1) / const(0)) * v), r"stream v = .*must be finite, found 1\.0 / 0\.0"),
+    "reserved, states": (lambda: mine(inputs=(q, k, v, g, beta, gate("states"))), r"input name 'states' is reserved"),
     "no value input": (lambda: mine(inputs=(q, k, g, beta), v=const(1)), r"mine: .*value"),
     "a list of inputs": (lambda: mine(inputs=[q, k, v, g, "beta"]), r"mine: .*beta"),
 }
@@ -354,6 +361,36 @@ def test_a_wrong_binding_is_refused_with_the_reason(what: str) -> None:
     with pytest.raises(BindingError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+#: Erase vectors over a part of the decay, or the whole of it written otherwise: (decay, what d is divided by).
+GH = gate("gh")
+DIVIDED = {
+    "exp(gh) exp(g)": (exp(GH) * exp(g), exp(GH) * exp(g)),
+    "exp(gh) exp(g), by one": (exp(GH) * exp(g), exp(g)),
+    "exp(gh + g), by one": (exp(GH + g), exp(g)),
+    "exp(beta g), turned": (exp(beta * g), exp(g * beta)),
+    "sigmoid(g)": (sigmoid(g), sigmoid(g)),
+    "half of g": (exp(g), exp(0.5 * g)),
+    "undone": (exp(g), 1.0 / exp(-g)),
+    "clipped": (exp(minimum(g, -beta)), exp(g)),
+    "a gate itself": (g, g),
+    "by 1 + it": (exp(g), 1.0 + exp(g)),
+}
+
+
+@pytest.mark.parametrize("what", DIVIDED)
+def test_a_division_by_a_part_of_the_decay_is_refused_or_right(what: str) -> None:
+    """Where it could be 0 in numbers; `d / decay`, written alike, is understood."""
+    decay, bottom = DIVIDED[what]
+    record = mine(inputs=(q, k, v, g, GH, beta), decay=decay, b=0.5 * k / bottom)
+    if what == "by 1 + it":
+        dplrgen.build(record)
+    else:
+        with pytest.raises(IRError, match=r"divides by a decay that may underflow|has an exponent of unbounded size"):
+            dplrgen.build(record)
+    for understood in (exp(g), exp(GH + g)):
+        dplrgen.build(mine(inputs=(q, k, v, g, GH, beta), decay=understood, b=0.5 * k / understood))
 
 
 def test_expressions_that_do_not_fit_are_refused_where_they_are_written() -> None:
