@@ -15,6 +15,7 @@ within twice the bound too, and every block of 16 rows within ten times the boun
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,6 +200,7 @@ def draw(variant: Variant, case: Case, dtype: torch.dtype, device: str) -> tuple
             )
         else:
             drawn[name] = normal(*shape)
+    drawn = _shrinking(variant, drawn, sorted(decays), case.HV)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     state = (case.B, case.HV, case.K, case.V)
     gates = {str(n.attr("name")) for n in variant.inputs if n.attr("role") == "gate"}
@@ -207,6 +209,17 @@ def draw(variant: Variant, case: Case, dtype: torch.dtype, device: str) -> tuple
     inputs["initial_state"] = normal(*state).to(device, wide).requires_grad_()
     upstream = {"o": normal(case.B, case.T, case.HV, case.V).to(device, dtype), "ht": normal(*state).to(device, wide)}
     return inputs, upstream
+
+
+def _shrinking(variant: Variant, drawn: Tensors, gates: Sequence[str], HV: int) -> Tensors:
+    """The draw, its decay's gates with the first signs by which no decay is above 1: exp(-x) and exp(x y) decay too."""
+    lifted = _over_tokens(_streams(variant))
+    for signs in itertools.product((1.0, -1.0), repeat=len(gates)):
+        turned = drawn | {name: sign * drawn[name] for name, sign in zip(gates, signs, strict=True)}
+        leaves: dict[str, Tensor | float] = {name: _per_head(x, HV) for name, x in turned.items()}
+        if bool((evaluate(list(lifted.values()), leaves)[lifted["decay"]] <= 1.0).all()):
+            return turned
+    return drawn
 
 
 def _decay(regime: str, noise: Tensor, lot: Tensor) -> Tensor:

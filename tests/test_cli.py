@@ -493,6 +493,19 @@ def one_wrong_row(o: torch.Tensor) -> torch.Tensor:
     return torch.cat([o[:, :-1], 1.001 * o[:, -1:]], 1)
 
 
+@pytest.mark.parametrize("decay", ["exp(-x)", "exp(x * y)", "exp(-sigmoid(x))"])
+def test_verify_draws_gates_by_which_states_shrink(
+    decay: str, here: Path, cache: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "turned.py").write_text(
+        "import dplrgen\nfrom dplrgen.ir import exp, gate, key, sigmoid, value\n"
+        'q, k, v, x, y = key("q"), key("k"), value("v"), gate("x"), gate("y")\n'
+        f'mine = dplrgen.Variant(name="mine", inputs=(q, k, v, x, y), decay={decay}, a=k, b=0.5 * k, k=k, v=v)\n'
+    )
+    words = ["verify", "--variant", "turned.py:mine", "--dtype", "float32", "--device", "cpu"]
+    assert cli.main(words) == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize("fault", [one_wrong_row, lambda o: o * 1.001, lambda o: o * torch.nan])
 def test_verify_fails_beyond_the_bounds(
     fault, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
