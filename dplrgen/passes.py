@@ -552,7 +552,7 @@ def stabilized(program: Program) -> None:
         if n.op in ("div", "safe_div") and set(_logs_of(n.args[1])) & logs:
             raise IRError(
                 f"{program.name}: {show(n)} divides by a decay that may underflow to 0; "
-                f"an erase vector may be divided by the decay as a whole, written as it is in the record"
+                "write the decay as one exp, and an erase vector over it as divided by that very exp"
             )
 
 

@@ -33,7 +33,7 @@ CASES = [
     ("float32", 1, 33, 1, 1, 16, 18, "spikes", True),
     ("float16", 1, 131, 1, 1, 16, 24, "mild", True),
     ("float16", 1, 66, 1, 1, 20, 18, "strong", False),
-    ("bfloat16", 1, 131, 1, 1, 16, 24, "mild", True),
+    ("bfloat16", 1, 131, 1, 2, 16, 24, "mild", True),
 ]
 
 

@@ -72,7 +72,7 @@ TIMES = {64: 4.0, 128: 6.0}
 
 
 @pytest.mark.parametrize(
-    ("K", "variants"), [(64, ["gdn", "delta"]), (64, ["kda", "dplr"]), (128, ["kda", "gdn"])], ids=str
+    ("K", "variants"), [(64, ["gdn", "delta"]), (64, ["kda", "comba"]), (64, ["dplr"]), (128, ["kda", "gdn"])], ids=str
 )
 def test_bfloat16_kernels_on_hard_keys(K: int, variants: list[str]) -> None:
     """Equal keys, beta to 2, keys of 1.4 and of 2: within bounds with a GPU's products; the hardest, within a few."""

@@ -24,7 +24,7 @@ from inputs import has_gate, make
 from oracles import ORACLES, names
 from torch import Tensor
 
-from dplrgen import codegen, interpret, passes, pipeline
+from dplrgen import codegen, interpret, passes, pipeline, schedule
 from dplrgen.errors import IRError
 from dplrgen.ir import Node, Program, const, exp, key, leaf, log, matmul, node, topological, unbounded_exponents, verify
 from dplrgen.passes import IDENTITIES, STABILIZE, Rule, count, rewrite, stabilized
@@ -273,6 +273,16 @@ def test_the_verifier_refuses_a_name_given_twice() -> None:
     first, second = small().roots()
     with pytest.raises(IRError, match="small: two values share a name"):
         verify(small(names={first: "X", second: "X"}))
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_a_launch_that_reads_what_none_has_written_is_refused(name: str) -> None:
+    """Each plan holds in its own order; with its first launch last, something is read before it is there."""
+    made = codegen.plans(VARIANTS[name])
+    for plan in (made.forward, made.backward):
+        schedule._ordered(plan.program, plan.kernels)
+        with pytest.raises(IRError, match=rf"{name}.*: \w+ reads .* before it is written"):
+            schedule._ordered(plan.program, (*plan.kernels[1:], plan.kernels[0]))
 
 
 @pytest.mark.parametrize("axes", [("V", "K"), ("K",), ("C", "V"), ("C", "K")])

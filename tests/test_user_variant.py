@@ -40,6 +40,7 @@ from dplrgen.ir import (
     norm,
     param,
     safe_div,
+    show,
     sigmoid,
     sqrt,
     value,
@@ -371,6 +372,7 @@ DIVIDED = {
     "exp(gh + g), by one": (exp(GH + g), exp(g)),
     "exp(beta g), turned": (exp(beta * g), exp(g * beta)),
     "sigmoid(g)": (sigmoid(g), sigmoid(g)),
+    "half of it": (0.5 * exp(g), 0.5 * exp(g)),
     "half of g": (exp(g), exp(0.5 * g)),
     "undone": (exp(g), 1.0 / exp(-g)),
     "clipped": (exp(minimum(g, -beta)), exp(g)),
@@ -381,16 +383,35 @@ DIVIDED = {
 
 @pytest.mark.parametrize("what", DIVIDED)
 def test_a_division_by_a_part_of_the_decay_is_refused_or_right(what: str) -> None:
-    """Where it could be 0 in numbers; `d / decay`, written alike, is understood."""
+    """Refused where it could be 0 in numbers, right where it cannot."""
     decay, bottom = DIVIDED[what]
     record = mine(inputs=(q, k, v, g, GH, beta), decay=decay, b=0.5 * k / bottom)
     if what == "by 1 + it":
-        dplrgen.build(record)
+        assert_is_the_loop(record)
     else:
         with pytest.raises(IRError, match=r"divides by a decay that may underflow|has an exponent of unbounded size"):
             dplrgen.build(record)
-    for understood in (exp(g), exp(GH + g)):
-        dplrgen.build(mine(inputs=(q, k, v, g, GH, beta), decay=understood, b=0.5 * k / understood))
+
+
+@pytest.mark.parametrize("decay", [exp(g), exp(GH + g)], ids=show)
+def test_an_erase_vector_over_the_decay_is_never_divided(decay: Node) -> None:
+    """Right where the division is, and finite where the decay is 0, which the loop's own division is not."""
+    record = mine(inputs=(q, k, v, g, GH, beta), decay=decay, b=0.5 * k / decay)
+    assert_is_the_loop(record)
+    given = bindings.make_inputs(record, SIZES)
+    with torch.no_grad():
+        given.streams[3][:, ::7] = -1e4
+    assert all(x.isfinite().all() for x in bindings.run(dplrgen.build(record), record, given).values())
+
+
+def test_log_decays_that_are_keys_are_summed_exactly() -> None:
+    """In one bfloat16 part only where they are bfloat16 themselves, whatever their role."""
+    record = mine(name="by_key", inputs=(q, k, j, v), decay=exp(j), a=k, b=0.5 * k, k=k, v=v)
+    pytest.importorskip("triton")
+    module = sys.modules[dplrgen.build(record).__module__]
+    for dtype, parts in ((torch.float16, 3), (torch.bfloat16, 1)):
+        shared, _ = module._setting(torch.zeros(1, 4, 1, 64, dtype=dtype), (), 64)
+        assert shared["GATE_PARTS"] == parts
 
 
 def test_expressions_that_do_not_fit_are_refused_where_they_are_written() -> None:

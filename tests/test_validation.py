@@ -11,6 +11,7 @@ from pathlib import Path
 import metrics
 import pytest
 import torch
+from contract import aside
 from inputs import has_gate, make
 from oracles import GATES, ORACLES, SIGNATURES, names
 from torch import Tensor
@@ -497,3 +498,34 @@ def test_messages_hold_no_addresses(name: str) -> None:
     with pytest.raises(ValueError, match="must") as error:
         getattr(ops, name)(*with_stream(name, "g", lambda x: x[..., :1, :0]))
     assert not re.search(r"0x[0-9a-f]{6,}|object at", str(error.value))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_kernels_read_what_is_aligned_where_it_is(dtype: torch.dtype) -> None:
+    """A tensor that kernels cannot read by its strides is copied, a contiguous one that begins elsewhere too."""
+    module = importlib.import_module("dplrgen.generated.kda")
+    for shape in ((2, 70, 3, 60), (2, 70, 3)):
+        x = torch.randn(shape).to(dtype)
+        assert module._readable(x, 64) is x
+        view = aside(x)
+        assert view.is_contiguous()
+        assert view.data_ptr() % 16 != 0
+        copy = module._readable(view, 64)
+        assert copy.data_ptr() % 16 == 0
+        assert torch.equal(copy, x)
+        assert copy.stride() == x.stride()
+
+
+def test_an_export_for_a_gpu_is_not_tied_to_a_range_of_lengths() -> None:
+    """Sizes past what kernels can count are refused by the launch, not by a guard of the graph."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, *x: torch.Tensor) -> torch.Tensor:
+            return ops.kda(*x)[0]
+
+    length = torch.export.Dim("T")
+    with FakeTensorMode(), torch.no_grad():
+        given = tuple(torch.empty(x.shape, device="cuda") for x in plain("kda"))
+        program = torch.export.export(Layer(), given, dynamic_shapes=(tuple({1: length} for _ in given),))
+    assert all(bounds.upper > 2**31 for bounds in program.range_constraints.values())
+    assert program.range_constraints
