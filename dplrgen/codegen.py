@@ -144,7 +144,12 @@ def _grain(n: Node) -> str:
 
 def _is_sum(n: Node) -> bool:
     """Whether a tile of values adds up products: what tokens write after the delta rule, or its cotangent."""
-    return n.op in ("add", "neg") and n.axes == ("C", "V") and any(t.op == "matmul" for _, t in terms(n))
+    return n.op in ("add", "neg") and n.axes == ("C", "V") and any(_is_product(t) for _, t in terms(n))
+
+
+def _is_product(n: Node) -> bool:
+    """Whether a value is a product of tiles, perhaps with a factor."""
+    return n.op == "matmul" or (n.op == "mul" and any(_is_product(a) for a in n.args))
 
 
 def _triton_sum(n: Node, args: list[str]) -> str:
@@ -281,6 +286,7 @@ class _Writer:
     names: Mapping[Node, str]
     backend: str
     narrow: frozenset[Node] = frozenset()  # Triton only: tiles that may be 16 bits wide, for products
+    ahead: frozenset[Node] = frozenset()  # Triton only: tiles that a scan loads while it is at the chunk before
     inlined: Mapping[Node, str] = field(default_factory=dict)
     scan: bool = False  # PyTorch only: tiles are those of one chunk
 
@@ -288,6 +294,8 @@ class _Writer:
         args = [self.operand(a, bound) for a in n.args]
         if n.op != "matmul":  # arithmetic is float32
             args = [f"{t}.to(tl.float32)" if a in self.narrow else t for t, a in zip(args, n.args, strict=True)]
+        if n.op == "add" and self.ahead.intersection(n.args) and n.args[0].axes == n.args[1].axes:
+            return f"_plus({args[0]}, {args[1]})"
         if OPS[n.op].elementwise:
             align = _aligned if self.backend == "triton" else _torch_aligned
             args = [t if _is_number(a) else align(t, a.axes, n.axes) for t, a in zip(args, n.args, strict=True)]
@@ -342,8 +350,10 @@ def _prints_once(reader: Node, operand: Node) -> bool:
 def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str, Axes]]) -> dict[str, Any]:
     """What a skeleton needs to print one kernel."""
     held = kernel.state[:1] if kernel.state else ()
-    narrow = frozenset(n for n in kernel.loads if n not in held and _buffered(n) and storage(n, plan) != "float32")
-    site = _Site(plan, kernel, signature, _labels(plan), _Writer(plan.names, "triton", narrow))
+    loads = [n for n in kernel.loads if n not in held]
+    narrow = frozenset(n for n in loads if _as_stored(kernel, n) and storage(n, plan) != "float32")
+    ahead = _ahead(kernel).intersection(loads)
+    site = _Site(plan, kernel, signature, _labels(plan), _Writer(plan.names, "triton", narrow, ahead))
     names = plan.names
     bound: dict[Node, str] = {}
     blocks = []
@@ -356,7 +366,7 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
         printer = _Printer(site, phase, inline, dict(bound))
         blocks.append(printer.block())
         bound |= printer.scope
-    loads = [site.memory(n) for n in kernel.loads]
+    memory = [site.memory(n) for n in loads]
     stores = [m for n in kernel.stores for m in site.stored(n)]
     state = None
     if kernel.state:
@@ -365,7 +375,7 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
     return {
         "name": kernel.name,
         "kind": kernel.kind,
-        "loads": [m for m in loads if not kernel.state or m["node"] is not kernel.state[0]],
+        "loads": memory,
         "stores": stores,
         "blocks": blocks,
         "state": state,
@@ -374,7 +384,7 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
         "whole_k": kernel.whole_k,
         "trees": any(n.op in TREE for n in kernel.nodes),
         "tiles": [
-            sum(1 for m in loads if tuple(m["axes"]) == ("C", axis) and (m["dtype"] == "float32" or not wide))
+            sum(1 for m in memory if tuple(m["axes"]) == ("C", axis) and (m["dtype"] == "float32" or not wide))
             for axis, wide in (("K", False), ("V", False), ("V", True), ("C", False))
         ],
     }
@@ -383,6 +393,22 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
 def _buffered(n: Node) -> bool:
     """Whether a value that a kernel loads comes from another launch and not from the call."""
     return n.op != "input" or dict(n.attrs).get("role") is not None or n.axes == ("K", "V")
+
+
+def _ahead(kernel: Kernel) -> frozenset[Node]:
+    """The tiles of a scan that Triton loads while it works on the chunk before: those that come to a product."""
+    if kernel.kind != "scan":
+        return frozenset()
+    loads = frozenset(n for n in kernel.loads if len(n.axes) == 2)
+    return loads.intersection(topological([n for n in kernel.nodes if n.op == "matmul"], frozenset(kernel.loads)))
+
+
+def _as_stored(kernel: Kernel, n: Node) -> bool:
+    """Whether a tile stays in memory's dtype when it is loaded, so that a scan's loads can run ahead to shared memory.
+
+    A float32 copy in between would be transposed instead of the tile, and the load wait in the loop.
+    """
+    return _buffered(n) or (kernel.kind == "scan" and len(n.axes) == 2)
 
 
 def _labels(plan: Plan) -> dict[Node, list[tuple[int, str]]]:
@@ -412,6 +438,7 @@ class _Site:
         entry: dict[str, Any] = {"node": n, "name": name, "axes": n.axes, "v": "V" in n.axes, "buffer": True}
         entry["dtype"] = storage(n, self.plan)
         entry["saved"] = n in self.plan.saved and not any(n in k.loads for k in self.plan.kernels)
+        entry["wide"] = not _as_stored(self.kernel, n)
         if not _buffered(n):
             heads, _ = self.signature.get(name, ("HV", ()))
             entry |= {"buffer": False, "heads": heads}
@@ -481,7 +508,13 @@ class _Printer:
             if not done:
                 raise RuntimeError(f"no order for {[self.site.plan.names[n] for n in todo]}")
             todo = [n for n in todo if n not in done]
-        return Block(self.phase.loop, tuple(self.before), tuple(self.body), tuple(self.after))
+        body = sorted(self.body, key=self._waits)
+        return Block(self.phase.loop, tuple(self.before), tuple(body), tuple(self.after))
+
+    def _waits(self, line: Line) -> bool:
+        """False for what comes first: tiles of a scan that come to no product, which so load while it multiplies."""
+        tile = line.kind == "load" and len(line.info["axes"]) == 2
+        return not (tile and self.site.kernel.kind == "scan" and line.info["node"] not in self.site.writer.ahead)
 
     def _summed(self, n: Node) -> bool:
         """Whether the loop of this phase sums the value, so that it is complete only after it."""

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant comba
 #
-# Comba: the erase key is an input of its own, program e3c6eb30:
+# Comba: the erase key is an input of its own, program fdff9f8c:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -17,7 +17,6 @@
 # Sizes: B batch, T tokens, H query and key heads, HV value heads, K key channels, V value channels, C tokens a chunk,
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
-#     QL     scaled queries, decayed from the chunk's start
 #     KT     keys, decayed to the chunk's end
 #     Aqk    decayed products of queries and keys, lower triangle
 #     N      decayed products of erase and write vectors, strictly lower
@@ -48,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["comba", "comba_step"]
 
-_NAME = "comba_e3c6eb30"
+_NAME = "comba_fdff9f8c"
 
 
 #: What kernels are not compiled anew for.
@@ -118,6 +117,12 @@ def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr,
     if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
+
+
+@_jit
+def _plus(x, y):
+    """x + y where one is loaded in a loop. As a plain sum it would start a product, and such loads do not run ahead."""
+    return tl.fma(x, 1.0, y)
 
 
 @_jit
@@ -396,7 +401,7 @@ def _forward_prepare(
     E_out,
     x8_out,
     x12_out,
-    QL_out,
+    x16_out,
     KT_out,
     Gc_out,
     places_ptr,
@@ -444,14 +449,17 @@ def _forward_prepare(
     x9 = _sums_of_numbers(_keep_to(row), g)
     # x10 = exp(x9)
     x10 = tl.exp(x9)
-    # x18 = sum[after](g)
-    x18 = _sums_of_numbers(_keep_after(row), g)
-    # x19 = exp(x18)
-    x19 = tl.exp(x18)
-    # x21 = sum[all](g)
-    x21 = tl.sum(g, 0)
-    # Gc = exp(x21)
-    Gc = tl.exp(x21)
+    # x16 = scale * x10
+    x16 = scale * x10
+    tl.store(x16_out + tile * C + row, x16, mask=row < C)
+    # x19 = sum[after](g)
+    x19 = _sums_of_numbers(_keep_after(row), g)
+    # x20 = exp(x19)
+    x20 = tl.exp(x19)
+    # x22 = sum[all](g)
+    x22 = tl.sum(g, 0)
+    # Gc = exp(x22)
+    Gc = tl.exp(x22)
     tl.store(Gc_out + tile, Gc)
     x2 = tl.zeros([C, C, ], tl.float32)
     x5 = tl.zeros([C, C, ], tl.float32)
@@ -465,11 +473,8 @@ def _forward_prepare(
         p = _load_rows(p_ptr + (batch * p_stride_b + start * p_stride_t + head * p_stride_h) * UNIT_K, row, col_k, p_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
         # x5 = p @ k^T
         x5 += _dot(p, tl.trans(k), DOT, PRECISION)
-        # QL = (scale * q) * x10
-        QL = (scale * q) * x10[:, None]
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # KT = k * x19
-        KT = k * x19[:, None]
+        # KT = k * x20
+        KT = k * x20[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
     # x = pair(g, to, strict=False)
     x = _pairs(g, row, False, False)
@@ -506,7 +511,11 @@ def _forward_scan(
     x12_ptr,
     x8_ptr,
     Aqk_ptr,
-    QL_ptr,
+    q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
+    x16_ptr,
     KT_ptr,
     Gc_ptr,
     o_out,
@@ -577,23 +586,24 @@ def _forward_scan(
         x13 = _dot(x12, S, DOT, PRECISION)
         x8 = _load_rows(x8_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x8 + -x13
-        Vnew = x8.to(tl.float32) + (-x13)
+        Vnew = _plus(x8.to(tl.float32), (-x13))
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x15 = Aqk @ Vnew
         x15 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x17 = QL @ S
-        x17 = _dot(QL, S, DOT, PRECISION)
-        # o = x15 + x17
-        o = x15 + x17
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0)
+        # x17 = q @ S
+        x17 = _dot(q, S, DOT, PRECISION)
+        x16 = tl.load(x16_ptr + tile * C + row, mask=row < C, other=0.0)
+        # o = x15 + (x16 * x17)
+        o = x15 + (x16[:, None] * x17)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x20 = KT^T @ Vnew
-        x20 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
+        # x21 = KT^T @ Vnew
+        x21 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x20 + (S * Gc)
-        S_next = x20 + (S * Gc)
+        # S_next = x21 + (S * Gc)
+        S_next = x21 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -622,25 +632,22 @@ def _backward_prepare(
     g_stride_b,
     g_stride_t,
     g_stride_h,
-    k_ptr,
-    k_stride_b,
-    k_stride_t,
-    k_stride_h,
     Aqk_ptr,
     do_ptr,
     do_stride_b,
     do_stride_t,
     do_stride_h,
-    q_ptr,
-    q_stride_b,
-    q_stride_t,
-    q_stride_h,
+    k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
     x6_out,
     x8_out,
-    KT_out,
-    x25_out,
+    x18_out,
+    x26_out,
     Gc_out,
-    QL_out,
+    KT_out,
+    x76_out,
     places_ptr,
     scale,
     T,
@@ -694,11 +701,14 @@ def _backward_prepare(
     x17 = _sums_of_numbers(_keep_after(row), g)
     # x18 = exp(x17)
     x18 = tl.exp(x17)
-    # x60 = sum[all](g)
-    x60 = tl.sum(g, 0)
-    # Gc = exp(x60)
-    Gc = tl.exp(x60)
+    tl.store(x18_out + tile * C + row, x18, mask=row < C)
+    # x61 = sum[all](g)
+    x61 = tl.sum(g, 0)
+    # Gc = exp(x61)
+    Gc = tl.exp(x61)
     tl.store(Gc_out + tile, Gc)
+    # x75 = scale * x2
+    x75 = scale * x2
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -710,10 +720,6 @@ def _backward_prepare(
         # KT = k * x18
         KT = k * x18[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # QL = (scale * q) * x2
-        QL = (scale * q) * x2[:, None]
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -723,9 +729,12 @@ def _backward_prepare(
         x6 = _dot_fine(x5, v, DOT, PRECISION, True, False)
         _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x25 = Aqk^T @ do
-        x25 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x25_out + tile * C * V, x25, row, col_v, V, C, V, V % BV == 0)
+        # x26 = Aqk^T @ do
+        x26 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x26_out + tile * C * V, x26, row, col_v, V, C, V, V % BV == 0)
+        # x76 = x75 * do
+        x76 = x75[:, None] * do
+        _store_rows(x76_out + tile * C * V, x76, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -804,14 +813,14 @@ def _backward_scan(
         x9 = _dot(x8, S, DOT, PRECISION)
         x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x6 + -x9
-        Vnew = x6.to(tl.float32) + (-x9)
+        Vnew = _plus(x6.to(tl.float32), (-x9))
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x71 = KT^T @ Vnew
-        x71 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
+        # x72 = KT^T @ Vnew
+        x72 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x71 + (S * Gc)
-        S_next = x71 + (S * Gc)
+        # S_next = x72 + (S * Gc)
+        S_next = x72 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -819,14 +828,18 @@ def _backward_scan(
 
 @_jit
 def _backward_reverse(
-    KT_ptr,
-    x25_ptr,
+    k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
+    x18_ptr,
+    x26_ptr,
     Gc_ptr,
-    QL_ptr,
-    do_ptr,
-    do_stride_b,
-    do_stride_t,
-    do_stride_h,
+    q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
+    x76_ptr,
     x8_ptr,
     dVnew_out,
     initial_ptr,
@@ -893,23 +906,24 @@ def _backward_reverse(
         in_c = row < rows
         tile = (chunk_first + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x24 = KT @ dS
-        x24 = _dot(KT, dS, DOT, PRECISION)
-        x25 = _load_rows(x25_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x24 + x25
-        dVnew = x24 + x25
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0)
+        # x24 = k @ dS
+        x24 = _dot(k, dS, DOT, PRECISION)
+        x18 = tl.load(x18_ptr + tile * C + row, mask=row < C, other=0.0)
+        x26 = _load_rows(x26_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = (x18 * x24) + x26
+        dVnew = _plus((x18[:, None] * x24), x26)
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x74 = QL^T @ do
-        x74 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0)
+        x76 = _load_rows(x76_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x77 = q^T @ x76
+        x77 = _dot(tl.trans(q), x76, DOT, PRECISION)
         x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x76 = x8^T @ dVnew
-        x76 = _dot_fine(tl.trans(x8), dVnew, DOT, PRECISION, False, True)
+        # x79 = x8^T @ dVnew
+        x79 = _dot_fine(tl.trans(x8), dVnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x74) + -x76
-        dS_prev = ((dS * Gc) + x74) + (-x76)
+        # dS_prev = ((dS * Gc) + x77) + -x79
+        dS_prev = ((dS * Gc) + x77) + (-x79)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -941,11 +955,11 @@ def _backward_finish(
     dQL_out,
     dAqk_out,
     dKT_out,
-    x28_out,
+    x29_out,
     dv_out,
-    x33_out,
-    x59_out,
-    x68_out,
+    x34_out,
+    x60_out,
+    x69_out,
     places_ptr,
     scale,
     T,
@@ -992,11 +1006,11 @@ def _backward_finish(
     dAqk = tl.zeros([C, C, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x27 = tl.zeros([C, C, ], tl.float32)
+    x28 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
-    x33 = tl.zeros([C, BK, ], tl.float32)
-    x59 = tl.zeros([BK, ], tl.float32)
-    x68 = tl.zeros([C, ], tl.float32)
+    x34 = tl.zeros([C, BK, ], tl.float32)
+    x60 = tl.zeros([BK, ], tl.float32)
+    x69 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -1011,37 +1025,37 @@ def _backward_finish(
         # dKT = Vnew @ dS^T
         dKT += _dot_fine(Vnew, tl.trans(dS), DOT, PRECISION, FINE, False)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x26 = E^T @ dVnew
-        x26 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, True, True)
-        # x27 = x26 @ Vnew^T
-        x27 += _dot_fine(x26, tl.trans(Vnew), DOT, PRECISION, FINE, FINE)
-        # dv = x26 * beta
-        dv = x26 * beta[:, None]
+        # x27 = E^T @ dVnew
+        x27 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, True, True)
+        # x28 = x27 @ Vnew^T
+        x28 += _dot_fine(x27, tl.trans(Vnew), DOT, PRECISION, FINE, FINE)
+        # dv = x27 * beta
+        dv = x27 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
-        # x33 = x26 @ S^T
-        x33 += _dot_fine(x26, tl.trans(S), DOT, PRECISION, FINE, False)
-        # x58 = dS * S
-        x58 = dS.to(tl.float32) * S.to(tl.float32)
-        # x59 = sum_V(x58)
-        x59 += tl.sum(x58, 1)
+        # x34 = x27 @ S^T
+        x34 += _dot_fine(x27, tl.trans(S), DOT, PRECISION, FINE, False)
+        # x59 = dS * S
+        x59 = dS.to(tl.float32) * S.to(tl.float32)
+        # x60 = sum_V(x59)
+        x60 += tl.sum(x59, 1)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x67 = x26 * v
-        x67 = x26 * v
-        # x68 = sum_V(x67)
-        x68 += tl.sum(x67, 1)
+        # x68 = x27 * v
+        x68 = x27 * v
+        # x69 = sum_V(x68)
+        x69 += tl.sum(x68, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x33_out + tile * C * K, x33, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x59_out + tile * K + col_k, x59, mask=col_k < K)
-    tl.store(x68_out + tile * C + row, x68, mask=row < C)
+    _store_rows(x34_out + tile * C * K, x34, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x60_out + tile * K + col_k, x60, mask=col_k < K)
+    tl.store(x69_out + tile * C + row, x69, mask=row < C)
     g = tl.load(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h + row * g_stride_t, mask=in_c, other=0.0).to(tl.float32)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
-    # x28 = x4 * x27
-    x28 = x4 * x27
-    _store_rows(x28_out + tile * C * C, x28, row, row, C, C, C, True)
+    # x29 = x4 * x28
+    x29 = x4 * x28
+    _store_rows(x29_out + tile * C * C, x29, row, row, C, C, C, True)
 
 
 @_jit
@@ -1057,11 +1071,12 @@ def _backward_finish_1(
     k_stride_t,
     k_stride_h,
     dKT_ptr,
+    x18_ptr,
     q_ptr,
     q_stride_b,
     q_stride_t,
     q_stride_h,
-    x28_ptr,
+    x29_ptr,
     beta_ptr,
     beta_stride_b,
     beta_stride_t,
@@ -1070,10 +1085,10 @@ def _backward_finish_1(
     p_stride_b,
     p_stride_t,
     p_stride_h,
-    x33_ptr,
-    x59_ptr,
+    x34_ptr,
+    x60_ptr,
     Gc_ptr,
-    x68_ptr,
+    x69_ptr,
     dq_out,
     dk_out,
     dp_out,
@@ -1131,17 +1146,14 @@ def _backward_finish_1(
     x11 = x4 * dAqk.to(tl.float32)
     # x13 = diagonal(dAqk)
     x13 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk.to(tl.float32), 0.0), 1)
-    # x17 = sum[after](g)
-    x17 = _sums_of_numbers(_keep_after(row), g)
-    # x18 = exp(x17)
-    x18 = tl.exp(x17)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
-    x28 = _load_rows(x28_ptr + tile * C * C, row, row, C, C, C, True)
-    x43 = tl.zeros([C, ], tl.float32)
-    x54 = tl.zeros([C, ], tl.float32)
+    x29 = _load_rows(x29_ptr + tile * C * C, row, row, C, C, C, True)
+    x18 = tl.load(x18_ptr + tile * C + row, mask=row < C, other=0.0)
+    x44 = tl.zeros([C, ], tl.float32)
+    x55 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
-    x64 = tl.zeros([C, ], tl.float32)
-    x70 = tl.zeros([C, ], tl.float32)
+    x65 = tl.zeros([C, ], tl.float32)
+    x71 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -1159,49 +1171,49 @@ def _backward_finish_1(
         # x23 = x11^T @ x20
         x23 = _dot_fine(tl.trans(x11), x20, DOT, PRECISION, FINE, False)
         p = _load_rows(p_ptr + (batch * p_stride_b + start * p_stride_t + head * p_stride_h) * UNIT_K, row, col_k, p_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x29 = beta * p
-        x29 = beta[:, None] * p
-        # x30 = x28^T @ x29
-        x30 = _dot_fine(tl.trans(x28), x29, DOT, PRECISION, FINE, False)
-        # x32 = x23 + -x30
-        x32 = x23 + (-x30)
+        # x30 = beta * p
+        x30 = beta[:, None] * p
+        # x31 = x29^T @ x30
+        x31 = _dot_fine(tl.trans(x29), x30, DOT, PRECISION, FINE, False)
+        # x33 = x23 + -x31
+        x33 = x23 + (-x31)
         dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = ((dKT * x18) + (x13 * x20)) + x32
-        dk = ((dKT * x18[:, None]) + (x13[:, None] * x20)) + x32
+        # dk = ((dKT * x18) + (x13 * x20)) + x33
+        dk = ((dKT * x18[:, None]) + (x13[:, None] * x20)) + x33
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x36 = x28 @ k
-        x36 = _dot_fine(x28, k, DOT, PRECISION, FINE, False)
-        x33 = _load_rows(x33_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x38 = -(x33 * x2) + -x36
-        x38 = (-(x33 * x2[:, None])) + (-x36)
-        # dp = x38 * beta
-        dp = x38 * beta[:, None]
+        # x37 = x29 @ k
+        x37 = _dot_fine(x29, k, DOT, PRECISION, FINE, False)
+        x34 = _load_rows(x34_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x39 = -(x34 * x2) + -x37
+        x39 = (-(x34 * x2[:, None])) + (-x37)
+        # dp = x39 * beta
+        dp = x39 * beta[:, None]
         if NEED & 8:
             _store_rows(dp_out + ((batch * T + start) * HV + head_v) * K, dp, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x43 = sum_K(((dQL * x20) + -(x33 * x29)))
-        x43 += tl.sum(((dQL * x20) + (-(x33 * x29))), 1)
-        # x54 = sum_K((((taken(x29) * x36) + (taken(k) * x32)) + -(taken(x20) * x12)))
-        x54 += tl.sum((((x29.to(DOT).to(tl.float32) * x36) + (k.to(DOT).to(tl.float32) * x32)) + (-(x20.to(DOT).to(tl.float32) * x12))), 1)
-        x59 = tl.load(x59_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x59)
-        dGc += tl.sum(x59, 0)
-        # x64 = sum_K((dKT * k))
-        x64 += tl.sum((dKT * k), 1)
-        # x70 = sum_K((x38 * p))
-        x70 += tl.sum((x38 * p), 1)
-    # x57 = sum[from](((x43 * x2) + -x54))
-    x57 = _sums_of_numbers(_keep_from(row), ((x43 * x2) + (-x54)))
-    # x66 = sum[before]((x64 * x18))
-    x66 = _sums_of_numbers(_keep_before(row), (x64 * x18))
+        # x44 = sum_K(((dQL * x20) + -(x34 * x30)))
+        x44 += tl.sum(((dQL * x20) + (-(x34 * x30))), 1)
+        # x55 = sum_K((((taken(x30) * x37) + (taken(k) * x33)) + -(taken(x20) * x12)))
+        x55 += tl.sum((((x30.to(DOT).to(tl.float32) * x37) + (k.to(DOT).to(tl.float32) * x33)) + (-(x20.to(DOT).to(tl.float32) * x12))), 1)
+        x60 = tl.load(x60_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x60)
+        dGc += tl.sum(x60, 0)
+        # x65 = sum_K((dKT * k))
+        x65 += tl.sum((dKT * k), 1)
+        # x71 = sum_K((x39 * p))
+        x71 += tl.sum((x39 * p), 1)
+    # x58 = sum[from](((x44 * x2) + -x55))
+    x58 = _sums_of_numbers(_keep_from(row), ((x44 * x2) + (-x55)))
+    # x67 = sum[before]((x65 * x18))
+    x67 = _sums_of_numbers(_keep_before(row), (x65 * x18))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x57 + (dGc * Gc)) + x66
-    dg = (x57 + (dGc * Gc)) + x66
+    # dg = (x58 + (dGc * Gc)) + x67
+    dg = (x58 + (dGc * Gc)) + x67
     if NEED & 16:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    x68 = tl.load(x68_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x68 + x70
-    dbeta = x68 + x70
+    x69 = tl.load(x69_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x69 + x71
+    dbeta = x69 + x71
     if NEED & 32:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -1468,7 +1480,7 @@ def _forward_triton(
     E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
     x8 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     x12 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    x16 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
     with _on(q):
@@ -1485,7 +1497,7 @@ def _forward_triton(
             E,
             x8,
             x12,
-            QL,
+            x16,
             KT,
             Gc,
             chunks if packed else none,
@@ -1506,7 +1518,8 @@ def _forward_triton(
             x12,
             x8,
             Aqk,
-            QL,
+            *_strided(q),
+            x16,
             KT,
             Gc,
             o,
@@ -1570,10 +1583,11 @@ def _backward_triton(
         if needs & 127:
             x6 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             x8 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-            x25 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
+            x18 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x26 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            x76 = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1582,16 +1596,16 @@ def _backward_triton(
                 *_strided(v),
                 *_strided(p),
                 *_strided(g),
-                *_strided(k),
                 Aqk,
                 *_strided(do),
-                *_strided(q),
+                *_strided(k),
                 x6,
                 x8,
-                KT,
-                x25,
+                x18,
+                x26,
                 Gc,
-                QL,
+                KT,
+                x76,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1638,11 +1652,12 @@ def _backward_triton(
             _launch(
                 _backward_reverse,
                 N * HV * -(-V // own["backward.reverse"]["BV"]),
-                KT,
-                x25,
+                *_strided(k),
+                x18,
+                x26,
                 Gc,
-                QL,
-                *_strided(do),
+                *_strided(q),
+                x76,
                 x8,
                 dVnew,
                 last,
@@ -1666,10 +1681,10 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x28 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
-            x33 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x59 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x68 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x29 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
+            x34 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x60 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x69 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1685,11 +1700,11 @@ def _backward_triton(
                 dQL,
                 dAqk,
                 dKT,
-                x28,
+                x29,
                 dv,
-                x33,
-                x59,
-                x68,
+                x34,
+                x60,
+                x69,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1711,14 +1726,15 @@ def _backward_triton(
                 dAqk,
                 *_strided(k),
                 dKT,
+                x18,
                 *_strided(q),
-                x28,
+                x29,
                 *_strided(beta),
                 *_strided(p),
-                x33,
-                x59,
+                x34,
+                x60,
                 Gc,
-                x68,
+                x69,
                 dq,
                 dk,
                 dp,
@@ -1944,20 +1960,20 @@ def _forward_rows(
     x9 = _run(g[..., None], 'to')[..., 0]
     # x10 = exp(x9)
     x10 = torch.exp(x9)
-    # x18 = sum[after](g)
-    x18 = _run(g[..., None], 'after')[..., 0]
-    # x21 = sum[all](g)
-    x21 = g.sum(-1)
-    # Gc = exp(x21)
-    Gc = torch.exp(x21)
+    # x16 = scale * x10
+    x16 = scale * x10
+    # x19 = sum[after](g)
+    x19 = _run(g[..., None], 'after')[..., 0]
+    # x22 = sum[all](g)
+    x22 = g.sum(-1)
+    # Gc = exp(x22)
+    Gc = torch.exp(x22)
     # x2 = q @ k^T
     x2 = q @ k.mT
     # x5 = p @ k^T
     x5 = p @ k.mT
-    # QL = (scale * q) * x10
-    QL = (scale * q) * x10[..., :, None]
-    # KT = k * exp(x18)
-    KT = k * torch.exp(x18)[..., :, None]
+    # KT = k * exp(x19)
+    KT = k * torch.exp(x19)[..., :, None]
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
     # Aqk = scale * (x * x2)
@@ -1978,7 +1994,8 @@ def _forward_rows(
         x12_here = x12[:, chunk]
         x8_here = x8[:, chunk]
         Aqk_here = Aqk[:, chunk]
-        QL_here = QL[:, chunk]
+        q_here = q[:, chunk]
+        x16_here = x16[:, chunk]
         KT_here = KT[:, chunk]
         Gc_here = Gc[:, chunk]
         # x13 = x12 @ S
@@ -1987,14 +2004,14 @@ def _forward_rows(
         Vnew = x8_here + (-x13)
         # x15 = Aqk @ Vnew
         x15 = Aqk_here @ Vnew
-        # x17 = QL @ S
-        x17 = QL_here @ S
-        # o = x15 + x17
-        o = x15 + x17
-        # x20 = KT^T @ Vnew
-        x20 = KT_here.mT @ Vnew
-        # S_next = x20 + (S * Gc)
-        S_next = x20 + (S * Gc_here[..., None, None])
+        # x17 = q @ S
+        x17 = q_here @ S
+        # o = x15 + (x16 * x17)
+        o = x15 + (x16_here[..., :, None] * x17)
+        # x21 = KT^T @ Vnew
+        x21 = KT_here.mT @ Vnew
+        # S_next = x21 + (S * Gc)
+        S_next = x21 + (S * Gc_here[..., None, None])
         o_all.append(o)
         S = S_next
     end_S = S
@@ -2076,25 +2093,22 @@ def _backward_rows(
     x17 = _run(g[..., None], 'after')[..., 0]
     # x18 = exp(x17)
     x18 = torch.exp(x17)
-    # x60 = sum[all](g)
-    x60 = g.sum(-1)
-    # Gc = exp(x60)
-    Gc = torch.exp(x60)
+    # x61 = sum[all](g)
+    x61 = g.sum(-1)
+    # Gc = exp(x61)
+    Gc = torch.exp(x61)
     # x8 = x5 @ (p * x2)
     x8 = x5 @ (p * x2[..., :, None])
-    # KT = k * x18
-    KT = k * x18[..., :, None]
-    if needs & 126:
-        # x20 = scale * q
-        x20 = scale * q
-        # QL = x20 * x2
-        QL = x20 * x2[..., :, None]
     if needs & 59:
+        # KT = k * x18
+        KT = k * x18[..., :, None]
         # x6 = x5 @ v
         x6 = x5 @ v
     if needs & 126:
-        # x25 = Aqk^T @ do
-        x25 = Aqk.mT @ do
+        # x26 = Aqk^T @ do
+        x26 = Aqk.mT @ do
+        # x76 = (scale * x2) * do
+        x76 = (scale * x2)[..., :, None] * do
     if needs & 59:
         S = state
         Vnew_all: list[Tensor] = []
@@ -2109,10 +2123,10 @@ def _backward_rows(
             x9 = x8_here @ S
             # Vnew = x6 + -x9
             Vnew = x6_here + (-x9)
-            # x71 = KT^T @ Vnew
-            x71 = KT_here.mT @ Vnew
-            # S_next = x71 + (S * Gc)
-            S_next = x71 + (S * Gc_here[..., None, None])
+            # x72 = KT^T @ Vnew
+            x72 = KT_here.mT @ Vnew
+            # S_next = x72 + (S * Gc)
+            S_next = x72 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -2123,23 +2137,24 @@ def _backward_rows(
         dVnew_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
-            KT_here = KT[:, chunk]
-            x25_here = x25[:, chunk]
+            k_here = k[:, chunk]
+            x18_here = x18[:, chunk]
+            x26_here = x26[:, chunk]
             Gc_here = Gc[:, chunk]
-            QL_here = QL[:, chunk]
-            do_here = do[:, chunk]
+            q_here = q[:, chunk]
+            x76_here = x76[:, chunk]
             x8_here = x8[:, chunk]
             kept_dS_all.append(dS)
-            # x24 = KT @ dS
-            x24 = KT_here @ dS
-            # dVnew = x24 + x25
-            dVnew = x24 + x25_here
-            # x74 = QL^T @ do
-            x74 = QL_here.mT @ do_here
-            # x76 = x8^T @ dVnew
-            x76 = x8_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x74) + -x76
-            dS_prev = ((dS * Gc_here[..., None, None]) + x74) + (-x76)
+            # x24 = k @ dS
+            x24 = k_here @ dS
+            # dVnew = (x18 * x24) + x26
+            dVnew = (x18_here[..., :, None] * x24) + x26_here
+            # x77 = q^T @ x76
+            x77 = q_here.mT @ x76_here
+            # x79 = x8^T @ dVnew
+            x79 = x8_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x77) + -x79
+            dS_prev = ((dS * Gc_here[..., None, None]) + x77) + (-x79)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -2155,33 +2170,33 @@ def _backward_rows(
         # dKT = Vnew @ dS^T
         dKT = Vnew @ dS.mT
     if needs & 62:
-        # x26 = E^T @ dVnew
-        x26 = E.mT @ dVnew
+        # x27 = E^T @ dVnew
+        x27 = E.mT @ dVnew
     if needs & 58:
-        # x27 = x26 @ Vnew^T
-        x27 = x26 @ Vnew.mT
+        # x28 = x27 @ Vnew^T
+        x28 = x27 @ Vnew.mT
     if needs & 4:
-        # dv = x26 * beta
-        dv = x26 * beta[..., :, None]
+        # dv = x27 * beta
+        dv = x27 * beta[..., :, None]
     if needs & 56:
-        # x33 = x26 @ S^T
-        x33 = x26 @ S.mT
+        # x34 = x27 @ S^T
+        x34 = x27 @ S.mT
     if needs & 16:
-        # x58 = dS * S
-        x58 = dS * S
-        # x59 = sum_V(x58)
-        x59 = x58.sum(-1)
+        # x59 = dS * S
+        x59 = dS * S
+        # x60 = sum_V(x59)
+        x60 = x59.sum(-1)
     if needs & 32:
-        # x67 = x26 * v
-        x67 = x26 * v
-        # x68 = sum_V(x67)
-        x68 = x67.sum(-1)
+        # x68 = x27 * v
+        x68 = x27 * v
+        # x69 = sum_V(x68)
+        x69 = x68.sum(-1)
     if needs & 59:
         # x4 = pair(g, to, strict=True)
         x4 = _pairs_of(g, False, True)
     if needs & 58:
-        # x28 = x4 * x27
-        x28 = x4 * x27
+        # x29 = x4 * x28
+        x29 = x4 * x28
     if needs & 19:
         # x11 = x4 * dAqk
         x11 = x4 * dAqk
@@ -2195,48 +2210,50 @@ def _backward_rows(
         # dq = ((dQL * x2) + (x12 + (x13 * k))) * scale
         dq = ((dQL * x2[..., :, None]) + (x12 + (x13[..., :, None] * k))) * scale
     if needs & 18:
+        # x20 = scale * q
+        x20 = scale * q
         # x23 = x11^T @ x20
         x23 = x11.mT @ x20
-        # x29 = beta * p
-        x29 = beta[..., :, None] * p
-        # x30 = x28^T @ x29
-        x30 = x28.mT @ x29
-        # x32 = x23 + -x30
-        x32 = x23 + (-x30)
+        # x30 = beta * p
+        x30 = beta[..., :, None] * p
+        # x31 = x29^T @ x30
+        x31 = x29.mT @ x30
+        # x33 = x23 + -x31
+        x33 = x23 + (-x31)
     if needs & 2:
-        # dk = ((dKT * x18) + (x13 * x20)) + x32
-        dk = ((dKT * x18[..., :, None]) + (x13[..., :, None] * x20)) + x32
+        # dk = ((dKT * x18) + (x13 * x20)) + x33
+        dk = ((dKT * x18[..., :, None]) + (x13[..., :, None] * x20)) + x33
     if needs & 56:
-        # x36 = x28 @ k
-        x36 = x28 @ k
+        # x37 = x29 @ k
+        x37 = x29 @ k
     if needs & 40:
-        # x38 = -(x33 * x2) + -x36
-        x38 = (-(x33 * x2[..., :, None])) + (-x36)
+        # x39 = -(x34 * x2) + -x37
+        x39 = (-(x34 * x2[..., :, None])) + (-x37)
     if needs & 8:
-        # dp = x38 * beta
-        dp = x38 * beta[..., :, None]
+        # dp = x39 * beta
+        dp = x39 * beta[..., :, None]
     if needs & 16:
-        # x43 = sum_K(((dQL * x20) + -(x33 * x29)))
-        x43 = ((dQL * x20) + (-(x33 * x29))).sum(-1)
-        # x54 = sum_K((((taken(x29) * x36) + (taken(k) * x32)) + -(taken(x20) * x12)))
-        x54 = (((x29 * x36) + (k * x32)) + (-(x20 * x12))).sum(-1)
-        # dGc = sum_K(x59)
-        dGc = x59.sum(-1)
-        # x64 = sum_K((dKT * k))
-        x64 = (dKT * k).sum(-1)
+        # x44 = sum_K(((dQL * x20) + -(x34 * x30)))
+        x44 = ((dQL * x20) + (-(x34 * x30))).sum(-1)
+        # x55 = sum_K((((taken(x30) * x37) + (taken(k) * x33)) + -(taken(x20) * x12)))
+        x55 = (((x30 * x37) + (k * x33)) + (-(x20 * x12))).sum(-1)
+        # dGc = sum_K(x60)
+        dGc = x60.sum(-1)
+        # x65 = sum_K((dKT * k))
+        x65 = (dKT * k).sum(-1)
     if needs & 32:
-        # x70 = sum_K((x38 * p))
-        x70 = (x38 * p).sum(-1)
+        # x71 = sum_K((x39 * p))
+        x71 = (x39 * p).sum(-1)
     if needs & 16:
-        # x57 = sum[from](((x43 * x2) + -x54))
-        x57 = _run(((x43 * x2) + (-x54))[..., None], 'from')[..., 0]
-        # x66 = sum[before]((x64 * x18))
-        x66 = _run((x64 * x18)[..., None], 'before')[..., 0]
-        # dg = (x57 + (dGc * Gc)) + x66
-        dg = (x57 + (dGc * Gc)[..., None]) + x66
+        # x58 = sum[from](((x44 * x2) + -x55))
+        x58 = _run(((x44 * x2) + (-x55))[..., None], 'from')[..., 0]
+        # x67 = sum[before]((x65 * x18))
+        x67 = _run((x65 * x18)[..., None], 'before')[..., 0]
+        # dg = (x58 + (dGc * Gc)) + x67
+        dg = (x58 + (dGc * Gc)[..., None]) + x67
     if needs & 32:
-        # dbeta = x68 + x70
-        dbeta = x68 + x70
+        # dbeta = x69 + x71
+        dbeta = x69 + x71
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),
@@ -2816,6 +2833,8 @@ def _check_packing(cu_seqlens: Any, B: int, device: torch.device) -> int:
         raise TypeError(f"cu_seqlens must have dtype torch.int32 or torch.int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or _surely(cu_seqlens.shape[0] < 2):
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N at least 1, got {_shape(cu_seqlens)}")
+    if torch.compiler.is_compiling():  # a length that only the run tells is checked by the graph
+        torch._check(cu_seqlens.shape[0] >= 2, lambda: "cu_seqlens must have shape [N + 1] with N at least 1")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
     if B != 1:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program 8643ecee:
+# the delta rule, no decay, program 949dfb3c:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta", "delta_step"]
 
-_NAME = "delta_8643ecee"
+_NAME = "delta_949dfb3c"
 
 
 #: What kernels are not compiled anew for.
@@ -111,6 +111,12 @@ def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr,
     if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
+
+
+@_jit
+def _plus(x, y):
+    """x + y where one is loaded in a loop. As a plain sum it would start a product, and such loads do not run ahead."""
+    return tl.fma(x, 1.0, y)
 
 
 @_jit
@@ -381,7 +387,6 @@ def _forward_prepare(
     E_out,
     x6_out,
     x7_out,
-    QL_out,
     places_ptr,
     scale,
     T,
@@ -433,9 +438,6 @@ def _forward_prepare(
         x += _dot(q, tl.trans(k), DOT, PRECISION)
         # x3 = k @ k^T
         x3 += _dot(k, tl.trans(k), DOT, PRECISION)
-        # QL = scale * q
-        QL = scale * q
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     # Aqk = mask((scale * x), strict=False)
     Aqk = tl.where(_keep_to(row), (scale * x), 0.0)
     _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
@@ -469,7 +471,10 @@ def _forward_scan(
     x7_ptr,
     x6_ptr,
     Aqk_ptr,
-    QL_ptr,
+    q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
     k_ptr,
     k_stride_b,
     k_stride_t,
@@ -542,22 +547,22 @@ def _forward_scan(
         x8 = _dot(x7, S, DOT, PRECISION)
         x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x6 + -x8
-        Vnew = x6.to(tl.float32) + (-x8)
+        Vnew = _plus(x6.to(tl.float32), (-x8))
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x10 = Aqk @ Vnew
         x10 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x11 = QL @ S
-        x11 = _dot(QL, S, DOT, PRECISION)
-        # o = x10 + x11
-        o = x10 + x11
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0)
+        # x11 = q @ S
+        x11 = _dot(q, S, DOT, PRECISION)
+        # o = x10 + (scale * x11)
+        o = x10 + (scale * x11)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
-        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x12 = k^T @ Vnew
-        x12 = _dot_fine(tl.trans(k), Vnew, DOT, PRECISION, False, True)
-        # S_next = x12 + S
-        S_next = x12 + S
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0)
+        # x13 = k^T @ Vnew
+        x13 = _dot_fine(tl.trans(k), Vnew, DOT, PRECISION, False, True)
+        # S_next = x13 + S
+        S_next = x13 + S
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -587,14 +592,10 @@ def _backward_prepare(
     do_stride_b,
     do_stride_t,
     do_stride_h,
-    q_ptr,
-    q_stride_b,
-    q_stride_t,
-    q_stride_h,
     x3_out,
     x4_out,
     x11_out,
-    QL_out,
+    x30_out,
     places_ptr,
     scale,
     T,
@@ -646,10 +647,6 @@ def _backward_prepare(
         # x4 = x2 @ k
         x4 = _dot_fine(x2, k, DOT, PRECISION, True, False)
         _store_rows(x4_out + tile * C * K, x4, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # QL = scale * q
-        QL = scale * q
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -662,6 +659,9 @@ def _backward_prepare(
         # x11 = Aqk^T @ do
         x11 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
         _store_rows(x11_out + tile * C * V, x11, row, col_v, V, C, V, V % BV == 0)
+        # x30 = scale * do
+        x30 = scale * do
+        _store_rows(x30_out + tile * C * V, x30, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -742,9 +742,9 @@ def _backward_scan(
         x5 = _dot(x4, S, DOT, PRECISION)
         x3 = _load_rows(x3_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x3 + -x5
-        Vnew = x3.to(tl.float32) + (-x5)
+        Vnew = _plus(x3.to(tl.float32), (-x5))
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
-        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0)
         # x29 = k^T @ Vnew
         x29 = _dot_fine(tl.trans(k), Vnew, DOT, PRECISION, False, True)
         # S_next = x29 + S
@@ -761,11 +761,11 @@ def _backward_reverse(
     k_stride_t,
     k_stride_h,
     x11_ptr,
-    QL_ptr,
-    do_ptr,
-    do_stride_b,
-    do_stride_t,
-    do_stride_h,
+    q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
+    x30_ptr,
     x4_ptr,
     dVnew_out,
     initial_ptr,
@@ -832,22 +832,22 @@ def _backward_reverse(
         in_c = row < rows
         tile = (chunk_first + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0)
         # x10 = k @ dS
         x10 = _dot(k, dS, DOT, PRECISION)
         x11 = _load_rows(x11_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x10 + x11
-        dVnew = x10 + x11
+        dVnew = _plus(x10, x11)
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x30 = QL^T @ do
-        x30 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0)
+        x30 = _load_rows(x30_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x31 = q^T @ x30
+        x31 = _dot(tl.trans(q), x30, DOT, PRECISION)
         x4 = _load_rows(x4_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x32 = x4^T @ dVnew
-        x32 = _dot_fine(tl.trans(x4), dVnew, DOT, PRECISION, False, True)
-        # dS_prev = (dS + x30) + -x32
-        dS_prev = (dS + x30) + (-x32)
+        # x33 = x4^T @ dVnew
+        x33 = _dot_fine(tl.trans(x4), dVnew, DOT, PRECISION, False, True)
+        # dS_prev = (dS + x31) + -x33
+        dS_prev = (dS + x31) + (-x33)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -1334,7 +1334,6 @@ def _forward_triton(
     E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
     x6 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     x7 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     with _on(q):
         _launch(
             _forward_prepare,
@@ -1347,7 +1346,6 @@ def _forward_triton(
             E,
             x6,
             x7,
-            QL,
             chunks if packed else none,
             scale,
             T,
@@ -1366,7 +1364,7 @@ def _forward_triton(
             x7,
             x6,
             Aqk,
-            QL,
+            *_strided(q),
             *_strided(k),
             o,
             initial,
@@ -1426,7 +1424,7 @@ def _backward_triton(
             x3 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             x4 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             x11 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            x30 = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1436,11 +1434,10 @@ def _backward_triton(
                 *_strided(k),
                 Aqk,
                 *_strided(do),
-                *_strided(q),
                 x3,
                 x4,
                 x11,
-                QL,
+                x30,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1488,8 +1485,8 @@ def _backward_triton(
                 N * HV * -(-V // own["backward.reverse"]["BV"]),
                 *_strided(k),
                 x11,
-                QL,
-                *_strided(do),
+                *_strided(q),
+                x30,
                 x4,
                 dVnew,
                 last,
@@ -1778,8 +1775,6 @@ def _forward_rows(
     x = q @ k.mT
     # x3 = k @ k^T
     x3 = k @ k.mT
-    # QL = scale * q
-    QL = scale * q
     # Aqk = mask((scale * x), strict=False)
     Aqk = torch.tril((scale * x), 0)
     # N = mask((beta * x3), strict=True)
@@ -1798,7 +1793,7 @@ def _forward_rows(
         x7_here = x7[:, chunk]
         x6_here = x6[:, chunk]
         Aqk_here = Aqk[:, chunk]
-        QL_here = QL[:, chunk]
+        q_here = q[:, chunk]
         k_here = k[:, chunk]
         # x8 = x7 @ S
         x8 = x7_here @ S
@@ -1806,14 +1801,14 @@ def _forward_rows(
         Vnew = x6_here + (-x8)
         # x10 = Aqk @ Vnew
         x10 = Aqk_here @ Vnew
-        # x11 = QL @ S
-        x11 = QL_here @ S
-        # o = x10 + x11
-        o = x10 + x11
-        # x12 = k^T @ Vnew
-        x12 = k_here.mT @ Vnew
-        # S_next = x12 + S
-        S_next = x12 + S
+        # x11 = q @ S
+        x11 = q_here @ S
+        # o = x10 + (scale * x11)
+        o = x10 + (scale * x11)
+        # x13 = k^T @ Vnew
+        x13 = k_here.mT @ Vnew
+        # S_next = x13 + S
+        S_next = x13 + S
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1885,15 +1880,14 @@ def _backward_rows(
     x2 = E * beta[..., None, :]
     # x4 = x2 @ k
     x4 = x2 @ k
-    if needs & 30:
-        # QL = scale * q
-        QL = scale * q
     if needs & 11:
         # x3 = x2 @ v
         x3 = x2 @ v
     if needs & 30:
         # x11 = Aqk^T @ do
         x11 = Aqk.mT @ do
+        # x30 = scale * do
+        x30 = scale * do
     if needs & 11:
         S = state
         Vnew_all: list[Tensor] = []
@@ -1923,20 +1917,20 @@ def _backward_rows(
         for chunk in range(NT)[::-1]:
             k_here = k[:, chunk]
             x11_here = x11[:, chunk]
-            QL_here = QL[:, chunk]
-            do_here = do[:, chunk]
+            q_here = q[:, chunk]
+            x30_here = x30[:, chunk]
             x4_here = x4[:, chunk]
             kept_dS_all.append(dS)
             # x10 = k @ dS
             x10 = k_here @ dS
             # dVnew = x10 + x11
             dVnew = x10 + x11_here
-            # x30 = QL^T @ do
-            x30 = QL_here.mT @ do_here
-            # x32 = x4^T @ dVnew
-            x32 = x4_here.mT @ dVnew
-            # dS_prev = (dS + x30) + -x32
-            dS_prev = (dS + x30) + (-x32)
+            # x31 = q^T @ x30
+            x31 = q_here.mT @ x30_here
+            # x33 = x4^T @ dVnew
+            x33 = x4_here.mT @ dVnew
+            # dS_prev = (dS + x31) + -x33
+            dS_prev = (dS + x31) + (-x33)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -1989,8 +1983,8 @@ def _backward_rows(
         # dBL = x19 + -x20
         dBL = x19 + (-x20)
     if needs & 2:
-        # x24 = x7^T @ QL
-        x24 = x7.mT @ QL
+        # x24 = x7^T @ (scale * q)
+        x24 = x7.mT @ (scale * q)
         # dk = ((x9 + -x15) + (dBL * beta)) + x24
         dk = ((x9 + (-x15)) + (dBL * beta[..., :, None])) + x24
     if needs & 8:
@@ -2552,6 +2546,8 @@ def _check_packing(cu_seqlens: Any, B: int, device: torch.device) -> int:
         raise TypeError(f"cu_seqlens must have dtype torch.int32 or torch.int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or _surely(cu_seqlens.shape[0] < 2):
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N at least 1, got {_shape(cu_seqlens)}")
+    if torch.compiler.is_compiling():  # a length that only the run tells is checked by the graph
+        torch._check(cu_seqlens.shape[0] >= 2, lambda: "cu_seqlens must have shape [N + 1] with N at least 1")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
     if B != 1:

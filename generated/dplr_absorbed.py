@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 911c32a5:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 6d1c4fdc:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_911c32a5"
+_NAME = "dplr_absorbed_6d1c4fdc"
 
 
 #: What kernels are not compiled anew for.
@@ -123,6 +123,12 @@ def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr,
     if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
+
+
+@_jit
+def _plus(x, y):
+    """x + y where one is loaded in a loop. As a plain sum it would start a product, and such loads do not run ahead."""
+    return tl.fma(x, 1.0, y)
 
 
 @_jit
@@ -764,6 +770,7 @@ def _forward_scan(
         rows = token_end - start
         in_c = row < rows
         tile = (chunk_first + chunk) * HV + head_v
+        x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x4 = QL @ S
         x4 = _dot(QL, S, DOT, PRECISION)
@@ -772,17 +779,16 @@ def _forward_scan(
         x12 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x13 = U + x12
-        x13 = U.to(tl.float32) + x12
+        x13 = _plus(U.to(tl.float32), x12)
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x14 = Aqa @ x13
         x14 = _dot_fine(Aqa, x13, DOT, PRECISION, False, FINE)
-        x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x4 + x6) + -x14
         o = (x4 + x6.to(tl.float32)) + (-x14)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0)
         # x20 = KT^T @ v
         x20 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1014,10 +1020,10 @@ def _backward_scan(
         x4 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x5 = U + x4
-        x5 = U.to(tl.float32) + x4
+        x5 = _plus(U.to(tl.float32), x4)
         _store_rows(x5_out + tile * C * V, x5, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0)
         # x95 = KT^T @ v
         x95 = _dot(tl.trans(KT), v, DOT, PRECISION)
         AT = _load_rows(AT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -1112,13 +1118,13 @@ def _backward_reverse(
         x29 = _dot(AT, dS, DOT, PRECISION)
         x32 = _load_rows(x32_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x33 = -x29 + x32
-        x33 = (-x29) + x32
+        x33 = _plus((-x29), x32)
         _store_rows(x33_out + tile * C * V, x33, row, col_v, V, C, V, V % BV == 0)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x100 = W^T @ x33
         x100 = _dot_fine(tl.trans(W), x33, DOT, PRECISION, False, True)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0)
         # x102 = QL^T @ do
         x102 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -3323,6 +3329,8 @@ def _check_packing(cu_seqlens: Any, B: int, device: torch.device) -> int:
         raise TypeError(f"cu_seqlens must have dtype torch.int32 or torch.int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or _surely(cu_seqlens.shape[0] < 2):
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N at least 1, got {_shape(cu_seqlens)}")
+    if torch.compiler.is_compiling():  # a length that only the run tells is checked by the graph
+        torch._check(cu_seqlens.shape[0] >= 2, lambda: "cu_seqlens must have shape [N + 1] with N at least 1")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
     if B != 1:

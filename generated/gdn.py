@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn
 #
-# Gated DeltaNet, program 8a910c74:
+# Gated DeltaNet, program 48eaff4a:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -17,7 +17,6 @@
 # Sizes: B batch, T tokens, H query and key heads, HV value heads, K key channels, V value channels, C tokens a chunk,
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
-#     QL     scaled queries, decayed from the chunk's start
 #     KT     keys, decayed to the chunk's end
 #     Aqk    decayed products of queries and keys, lower triangle
 #     N      decayed products of erase and write vectors, strictly lower
@@ -48,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn", "gdn_step"]
 
-_NAME = "gdn_8a910c74"
+_NAME = "gdn_48eaff4a"
 
 
 #: What kernels are not compiled anew for.
@@ -115,6 +114,12 @@ def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr,
     if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
+
+
+@_jit
+def _plus(x, y):
+    """x + y where one is loaded in a loop. As a plain sum it would start a product, and such loads do not run ahead."""
+    return tl.fma(x, 1.0, y)
 
 
 @_jit
@@ -389,7 +394,7 @@ def _forward_prepare(
     E_out,
     x8_out,
     x12_out,
-    QL_out,
+    x16_out,
     KT_out,
     Gc_out,
     places_ptr,
@@ -437,14 +442,17 @@ def _forward_prepare(
     x9 = _sums_of_numbers(_keep_to(row), g)
     # x10 = exp(x9)
     x10 = tl.exp(x9)
-    # x18 = sum[after](g)
-    x18 = _sums_of_numbers(_keep_after(row), g)
-    # x19 = exp(x18)
-    x19 = tl.exp(x18)
-    # x21 = sum[all](g)
-    x21 = tl.sum(g, 0)
-    # Gc = exp(x21)
-    Gc = tl.exp(x21)
+    # x16 = scale * x10
+    x16 = scale * x10
+    tl.store(x16_out + tile * C + row, x16, mask=row < C)
+    # x19 = sum[after](g)
+    x19 = _sums_of_numbers(_keep_after(row), g)
+    # x20 = exp(x19)
+    x20 = tl.exp(x19)
+    # x22 = sum[all](g)
+    x22 = tl.sum(g, 0)
+    # Gc = exp(x22)
+    Gc = tl.exp(x22)
     tl.store(Gc_out + tile, Gc)
     x2 = tl.zeros([C, C, ], tl.float32)
     x5 = tl.zeros([C, C, ], tl.float32)
@@ -457,11 +465,8 @@ def _forward_prepare(
         x2 += _dot(q, tl.trans(k), DOT, PRECISION)
         # x5 = k @ k^T
         x5 += _dot(k, tl.trans(k), DOT, PRECISION)
-        # QL = (scale * q) * x10
-        QL = (scale * q) * x10[:, None]
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
-        # KT = k * x19
-        KT = k * x19[:, None]
+        # KT = k * x20
+        KT = k * x20[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
     # x = pair(g, to, strict=False)
     x = _pairs(g, row, False, False)
@@ -498,7 +503,11 @@ def _forward_scan(
     x12_ptr,
     x8_ptr,
     Aqk_ptr,
-    QL_ptr,
+    q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
+    x16_ptr,
     KT_ptr,
     Gc_ptr,
     o_out,
@@ -569,23 +578,24 @@ def _forward_scan(
         x13 = _dot(x12, S, DOT, PRECISION)
         x8 = _load_rows(x8_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x8 + -x13
-        Vnew = x8.to(tl.float32) + (-x13)
+        Vnew = _plus(x8.to(tl.float32), (-x13))
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x15 = Aqk @ Vnew
         x15 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x17 = QL @ S
-        x17 = _dot(QL, S, DOT, PRECISION)
-        # o = x15 + x17
-        o = x15 + x17
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0)
+        # x17 = q @ S
+        x17 = _dot(q, S, DOT, PRECISION)
+        x16 = tl.load(x16_ptr + tile * C + row, mask=row < C, other=0.0)
+        # o = x15 + (x16 * x17)
+        o = x15 + (x16[:, None] * x17)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x20 = KT^T @ Vnew
-        x20 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
+        # x21 = KT^T @ Vnew
+        x21 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x20 + (S * Gc)
-        S_next = x20 + (S * Gc)
+        # S_next = x21 + (S * Gc)
+        S_next = x21 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -619,16 +629,13 @@ def _backward_prepare(
     do_stride_b,
     do_stride_t,
     do_stride_h,
-    q_ptr,
-    q_stride_b,
-    q_stride_t,
-    q_stride_h,
     x6_out,
     x8_out,
-    KT_out,
-    x21_out,
+    x18_out,
+    x22_out,
     Gc_out,
-    QL_out,
+    KT_out,
+    x78_out,
     places_ptr,
     scale,
     T,
@@ -682,11 +689,14 @@ def _backward_prepare(
     x17 = _sums_of_numbers(_keep_after(row), g)
     # x18 = exp(x17)
     x18 = tl.exp(x17)
-    # x62 = sum[all](g)
-    x62 = tl.sum(g, 0)
-    # Gc = exp(x62)
-    Gc = tl.exp(x62)
+    tl.store(x18_out + tile * C + row, x18, mask=row < C)
+    # x63 = sum[all](g)
+    x63 = tl.sum(g, 0)
+    # Gc = exp(x63)
+    Gc = tl.exp(x63)
     tl.store(Gc_out + tile, Gc)
+    # x77 = scale * x2
+    x77 = scale * x2
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -697,10 +707,6 @@ def _backward_prepare(
         # KT = k * x18
         KT = k * x18[:, None]
         _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # QL = (scale * q) * x2
-        QL = (scale * q) * x2[:, None]
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
@@ -710,9 +716,12 @@ def _backward_prepare(
         x6 = _dot_fine(x5, v, DOT, PRECISION, True, False)
         _store_rows(x6_out + tile * C * V, x6, row, col_v, V, C, V, V % BV == 0)
         do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x21 = Aqk^T @ do
-        x21 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        _store_rows(x21_out + tile * C * V, x21, row, col_v, V, C, V, V % BV == 0)
+        # x22 = Aqk^T @ do
+        x22 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        _store_rows(x22_out + tile * C * V, x22, row, col_v, V, C, V, V % BV == 0)
+        # x78 = x77 * do
+        x78 = x77[:, None] * do
+        _store_rows(x78_out + tile * C * V, x78, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
@@ -791,14 +800,14 @@ def _backward_scan(
         x9 = _dot(x8, S, DOT, PRECISION)
         x6 = _load_rows(x6_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x6 + -x9
-        Vnew = x6.to(tl.float32) + (-x9)
+        Vnew = _plus(x6.to(tl.float32), (-x9))
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x73 = KT^T @ Vnew
-        x73 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
+        # x74 = KT^T @ Vnew
+        x74 = _dot_fine(tl.trans(KT), Vnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = x73 + (S * Gc)
-        S_next = x73 + (S * Gc)
+        # S_next = x74 + (S * Gc)
+        S_next = x74 + (S * Gc)
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -806,14 +815,18 @@ def _backward_scan(
 
 @_jit
 def _backward_reverse(
-    KT_ptr,
-    x21_ptr,
+    k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
+    x18_ptr,
+    x22_ptr,
     Gc_ptr,
-    QL_ptr,
-    do_ptr,
-    do_stride_b,
-    do_stride_t,
-    do_stride_h,
+    q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
+    x78_ptr,
     x8_ptr,
     dVnew_out,
     initial_ptr,
@@ -880,23 +893,24 @@ def _backward_reverse(
         in_c = row < rows
         tile = (chunk_first + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x20 = KT @ dS
-        x20 = _dot(KT, dS, DOT, PRECISION)
-        x21 = _load_rows(x21_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # dVnew = x20 + x21
-        dVnew = x20 + x21
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0)
+        # x20 = k @ dS
+        x20 = _dot(k, dS, DOT, PRECISION)
+        x18 = tl.load(x18_ptr + tile * C + row, mask=row < C, other=0.0)
+        x22 = _load_rows(x22_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # dVnew = (x18 * x20) + x22
+        dVnew = _plus((x18[:, None] * x20), x22)
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x76 = QL^T @ do
-        x76 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0)
+        x78 = _load_rows(x78_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x79 = q^T @ x78
+        x79 = _dot(tl.trans(q), x78, DOT, PRECISION)
         x8 = _load_rows(x8_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x78 = x8^T @ dVnew
-        x78 = _dot_fine(tl.trans(x8), dVnew, DOT, PRECISION, False, True)
+        # x81 = x8^T @ dVnew
+        x81 = _dot_fine(tl.trans(x8), dVnew, DOT, PRECISION, False, True)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = ((dS * Gc) + x76) + -x78
-        dS_prev = ((dS * Gc) + x76) + (-x78)
+        # dS_prev = ((dS * Gc) + x79) + -x81
+        dS_prev = ((dS * Gc) + x79) + (-x81)
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -928,11 +942,11 @@ def _backward_finish(
     dQL_out,
     dAqk_out,
     dKT_out,
-    x23_out,
-    x27_out,
+    x24_out,
+    x28_out,
     dv_out,
-    x61_out,
-    x70_out,
+    x62_out,
+    x71_out,
     places_ptr,
     scale,
     T,
@@ -979,11 +993,11 @@ def _backward_finish(
     dAqk = tl.zeros([C, C, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
     E = _load_rows(E_ptr + tile * C * C, row, row, C, C, C, True)
-    x23 = tl.zeros([C, BK, ], tl.float32)
-    x26 = tl.zeros([C, C, ], tl.float32)
+    x24 = tl.zeros([C, BK, ], tl.float32)
+    x27 = tl.zeros([C, C, ], tl.float32)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
-    x61 = tl.zeros([BK, ], tl.float32)
-    x70 = tl.zeros([C, ], tl.float32)
+    x62 = tl.zeros([BK, ], tl.float32)
+    x71 = tl.zeros([C, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -998,37 +1012,37 @@ def _backward_finish(
         # dKT = Vnew @ dS^T
         dKT += _dot_fine(Vnew, tl.trans(dS), DOT, PRECISION, FINE, False)
         dVnew = _load_rows(dVnew_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # x22 = E^T @ dVnew
-        x22 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, True, True)
-        # x23 = x22 @ S^T
-        x23 += _dot_fine(x22, tl.trans(S), DOT, PRECISION, FINE, False)
-        # x26 = x22 @ Vnew^T
-        x26 += _dot_fine(x22, tl.trans(Vnew), DOT, PRECISION, FINE, FINE)
-        # dv = x22 * beta
-        dv = x22 * beta[:, None]
+        # x23 = E^T @ dVnew
+        x23 = _dot_fine(tl.trans(E), dVnew, DOT, PRECISION, True, True)
+        # x24 = x23 @ S^T
+        x24 += _dot_fine(x23, tl.trans(S), DOT, PRECISION, FINE, False)
+        # x27 = x23 @ Vnew^T
+        x27 += _dot_fine(x23, tl.trans(Vnew), DOT, PRECISION, FINE, FINE)
+        # dv = x23 * beta
+        dv = x23 * beta[:, None]
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
-        # x60 = dS * S
-        x60 = dS.to(tl.float32) * S.to(tl.float32)
-        # x61 = sum_V(x60)
-        x61 += tl.sum(x60, 1)
+        # x61 = dS * S
+        x61 = dS.to(tl.float32) * S.to(tl.float32)
+        # x62 = sum_V(x61)
+        x62 += tl.sum(x61, 1)
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x69 = x22 * v
-        x69 = x22 * v
-        # x70 = sum_V(x69)
-        x70 += tl.sum(x69, 1)
+        # x70 = x23 * v
+        x70 = x23 * v
+        # x71 = sum_V(x70)
+        x71 += tl.sum(x70, 1)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
-    _store_rows(x23_out + tile * C * K, x23, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x61_out + tile * K + col_k, x61, mask=col_k < K)
-    tl.store(x70_out + tile * C + row, x70, mask=row < C)
+    _store_rows(x24_out + tile * C * K, x24, row, col_k, K, C, K, K % BK == 0)
+    tl.store(x62_out + tile * K + col_k, x62, mask=col_k < K)
+    tl.store(x71_out + tile * C + row, x71, mask=row < C)
     g = tl.load(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h + row * g_stride_t, mask=in_c, other=0.0).to(tl.float32)
     # x4 = pair(g, to, strict=True)
     x4 = _pairs(g, row, False, True)
-    # x27 = x4 * x26
-    x27 = x4 * x26
-    _store_rows(x27_out + tile * C * C, x27, row, row, C, C, C, True)
+    # x28 = x4 * x27
+    x28 = x4 * x27
+    _store_rows(x28_out + tile * C * C, x28, row, row, C, C, C, True)
 
 
 @_jit
@@ -1044,8 +1058,9 @@ def _backward_finish_1(
     k_stride_t,
     k_stride_h,
     dKT_ptr,
-    x23_ptr,
-    x27_ptr,
+    x18_ptr,
+    x24_ptr,
+    x28_ptr,
     beta_ptr,
     beta_stride_b,
     beta_stride_t,
@@ -1054,9 +1069,9 @@ def _backward_finish_1(
     q_stride_b,
     q_stride_t,
     q_stride_h,
-    x61_ptr,
+    x62_ptr,
     Gc_ptr,
-    x70_ptr,
+    x71_ptr,
     dq_out,
     dk_out,
     dg_out,
@@ -1113,17 +1128,14 @@ def _backward_finish_1(
     x11 = x4 * dAqk.to(tl.float32)
     # x13 = diagonal(dAqk)
     x13 = tl.sum(tl.where(row[:, None] == row[None, :], dAqk.to(tl.float32), 0.0), 1)
-    # x17 = sum[after](g)
-    x17 = _sums_of_numbers(_keep_after(row), g)
-    # x18 = exp(x17)
-    x18 = tl.exp(x17)
-    x27 = _load_rows(x27_ptr + tile * C * C, row, row, C, C, C, True)
+    x28 = _load_rows(x28_ptr + tile * C * C, row, row, C, C, C, True)
     beta = tl.load(beta_ptr + batch * beta_stride_b + start * beta_stride_t + head_v * beta_stride_h + row * beta_stride_t, mask=in_c, other=0.0).to(tl.float32)
-    x45 = tl.zeros([C, ], tl.float32)
-    x56 = tl.zeros([C, ], tl.float32)
+    x18 = tl.load(x18_ptr + tile * C + row, mask=row < C, other=0.0)
+    x46 = tl.zeros([C, ], tl.float32)
+    x57 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
-    x66 = tl.zeros([C, ], tl.float32)
-    x72 = tl.zeros([C, ], tl.float32)
+    x67 = tl.zeros([C, ], tl.float32)
+    x73 = tl.zeros([C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
@@ -1135,50 +1147,50 @@ def _backward_finish_1(
         dq = ((dQL * x2[:, None]) + (x12 + (x13[:, None] * k))) * scale
         if NEED & 1:
             _store_rows(dq_out + ((batch * T + start) * HV + head_v) * K, dq, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x28 = x27 @ k
-        x28 = _dot_fine(x27, k, DOT, PRECISION, FINE, False)
-        x23 = _load_rows(x23_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x30 = -(x23 * x2) + -x28
-        x30 = (-(x23 * x2[:, None])) + (-x28)
+        # x29 = x28 @ k
+        x29 = _dot_fine(x28, k, DOT, PRECISION, FINE, False)
+        x24 = _load_rows(x24_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+        # x31 = -(x24 * x2) + -x29
+        x31 = (-(x24 * x2[:, None])) + (-x29)
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x33 = scale * q
-        x33 = scale * q
-        # x36 = x11^T @ x33
-        x36 = _dot_fine(tl.trans(x11), x33, DOT, PRECISION, FINE, False)
-        # x37 = beta * k
-        x37 = beta[:, None] * k
-        # x38 = x27^T @ x37
-        x38 = _dot_fine(tl.trans(x27), x37, DOT, PRECISION, FINE, False)
-        # x40 = x36 + -x38
-        x40 = x36 + (-x38)
+        # x34 = scale * q
+        x34 = scale * q
+        # x37 = x11^T @ x34
+        x37 = _dot_fine(tl.trans(x11), x34, DOT, PRECISION, FINE, False)
+        # x38 = beta * k
+        x38 = beta[:, None] * k
+        # x39 = x28^T @ x38
+        x39 = _dot_fine(tl.trans(x28), x38, DOT, PRECISION, FINE, False)
+        # x41 = x37 + -x39
+        x41 = x37 + (-x39)
         dKT = _load_rows(dKT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # dk = (((dKT * x18) + (x30 * beta)) + (x13 * x33)) + x40
-        dk = (((dKT * x18[:, None]) + (x30 * beta[:, None])) + (x13[:, None] * x33)) + x40
+        # dk = (((dKT * x18) + (x31 * beta)) + (x13 * x34)) + x41
+        dk = (((dKT * x18[:, None]) + (x31 * beta[:, None])) + (x13[:, None] * x34)) + x41
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x45 = sum_K(((dQL * x33) + -(x23 * x37)))
-        x45 += tl.sum(((dQL * x33) + (-(x23 * x37))), 1)
-        # x56 = sum_K((((taken(x37) * x28) + (taken(k) * x40)) + -(taken(x33) * x12)))
-        x56 += tl.sum((((x37.to(DOT).to(tl.float32) * x28) + (k.to(DOT).to(tl.float32) * x40)) + (-(x33.to(DOT).to(tl.float32) * x12))), 1)
-        x61 = tl.load(x61_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x61)
-        dGc += tl.sum(x61, 0)
-        # x66 = sum_K((dKT * k))
-        x66 += tl.sum((dKT * k), 1)
-        # x72 = sum_K((x30 * k))
-        x72 += tl.sum((x30 * k), 1)
-    # x59 = sum[from](((x45 * x2) + -x56))
-    x59 = _sums_of_numbers(_keep_from(row), ((x45 * x2) + (-x56)))
-    # x68 = sum[before]((x66 * x18))
-    x68 = _sums_of_numbers(_keep_before(row), (x66 * x18))
+        # x46 = sum_K(((dQL * x34) + -(x24 * x38)))
+        x46 += tl.sum(((dQL * x34) + (-(x24 * x38))), 1)
+        # x57 = sum_K((((taken(x38) * x29) + (taken(k) * x41)) + -(taken(x34) * x12)))
+        x57 += tl.sum((((x38.to(DOT).to(tl.float32) * x29) + (k.to(DOT).to(tl.float32) * x41)) + (-(x34.to(DOT).to(tl.float32) * x12))), 1)
+        x62 = tl.load(x62_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x62)
+        dGc += tl.sum(x62, 0)
+        # x67 = sum_K((dKT * k))
+        x67 += tl.sum((dKT * k), 1)
+        # x73 = sum_K((x31 * k))
+        x73 += tl.sum((x31 * k), 1)
+    # x60 = sum[from](((x46 * x2) + -x57))
+    x60 = _sums_of_numbers(_keep_from(row), ((x46 * x2) + (-x57)))
+    # x69 = sum[before]((x67 * x18))
+    x69 = _sums_of_numbers(_keep_before(row), (x67 * x18))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x59 + (dGc * Gc)) + x68
-    dg = (x59 + (dGc * Gc)) + x68
+    # dg = (x60 + (dGc * Gc)) + x69
+    dg = (x60 + (dGc * Gc)) + x69
     if NEED & 8:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
-    x70 = tl.load(x70_ptr + tile * C + row, mask=row < C, other=0.0)
-    # dbeta = x70 + x72
-    dbeta = x70 + x72
+    x71 = tl.load(x71_ptr + tile * C + row, mask=row < C, other=0.0)
+    # dbeta = x71 + x73
+    dbeta = x71 + x73
     if NEED & 16:
         tl.store(dbeta_out + ((batch * T + start) * HV + head_v) + row * HV, dbeta, mask=in_c)
 
@@ -1444,7 +1456,7 @@ def _forward_triton(
     E = q.new_empty((B, NT, HV, C, C), dtype=torch.float32) if save else none
     x8 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     x12 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    x16 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
     KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
     with _on(q):
@@ -1460,7 +1472,7 @@ def _forward_triton(
             E,
             x8,
             x12,
-            QL,
+            x16,
             KT,
             Gc,
             chunks if packed else none,
@@ -1481,7 +1493,8 @@ def _forward_triton(
             x12,
             x8,
             Aqk,
-            QL,
+            *_strided(q),
+            x16,
             KT,
             Gc,
             o,
@@ -1543,10 +1556,11 @@ def _backward_triton(
         if needs & 63:
             x6 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
             x8 = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
-            x21 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
+            x18 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x22 = q.new_empty((B, NT, HV, C, V), dtype=torch.float32)
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            x78 = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
                 B * NT * HV,
@@ -1557,13 +1571,13 @@ def _backward_triton(
                 *_strided(g),
                 Aqk,
                 *_strided(do),
-                *_strided(q),
                 x6,
                 x8,
-                KT,
-                x21,
+                x18,
+                x22,
                 Gc,
-                QL,
+                KT,
+                x78,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1610,11 +1624,12 @@ def _backward_triton(
             _launch(
                 _backward_reverse,
                 N * HV * -(-V // own["backward.reverse"]["BV"]),
-                KT,
-                x21,
+                *_strided(k),
+                x18,
+                x22,
                 Gc,
-                QL,
-                *_strided(do),
+                *_strided(q),
+                x78,
                 x8,
                 dVnew,
                 last,
@@ -1638,10 +1653,10 @@ def _backward_triton(
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x23 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x27 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
-            x61 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
-            x70 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
+            x24 = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
+            x28 = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
+            x62 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x71 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1657,11 +1672,11 @@ def _backward_triton(
                 dQL,
                 dAqk,
                 dKT,
-                x23,
-                x27,
+                x24,
+                x28,
                 dv,
-                x61,
-                x70,
+                x62,
+                x71,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1683,13 +1698,14 @@ def _backward_triton(
                 dAqk,
                 *_strided(k),
                 dKT,
-                x23,
-                x27,
+                x18,
+                x24,
+                x28,
                 *_strided(beta),
                 *_strided(q),
-                x61,
+                x62,
                 Gc,
-                x70,
+                x71,
                 dq,
                 dk,
                 dg,
@@ -1912,20 +1928,20 @@ def _forward_rows(
     x9 = _run(g[..., None], 'to')[..., 0]
     # x10 = exp(x9)
     x10 = torch.exp(x9)
-    # x18 = sum[after](g)
-    x18 = _run(g[..., None], 'after')[..., 0]
-    # x21 = sum[all](g)
-    x21 = g.sum(-1)
-    # Gc = exp(x21)
-    Gc = torch.exp(x21)
+    # x16 = scale * x10
+    x16 = scale * x10
+    # x19 = sum[after](g)
+    x19 = _run(g[..., None], 'after')[..., 0]
+    # x22 = sum[all](g)
+    x22 = g.sum(-1)
+    # Gc = exp(x22)
+    Gc = torch.exp(x22)
     # x2 = q @ k^T
     x2 = q @ k.mT
     # x5 = k @ k^T
     x5 = k @ k.mT
-    # QL = (scale * q) * x10
-    QL = (scale * q) * x10[..., :, None]
-    # KT = k * exp(x18)
-    KT = k * torch.exp(x18)[..., :, None]
+    # KT = k * exp(x19)
+    KT = k * torch.exp(x19)[..., :, None]
     # x = pair(g, to, strict=False)
     x = _pairs_of(g, False, False)
     # Aqk = scale * (x * x2)
@@ -1946,7 +1962,8 @@ def _forward_rows(
         x12_here = x12[:, chunk]
         x8_here = x8[:, chunk]
         Aqk_here = Aqk[:, chunk]
-        QL_here = QL[:, chunk]
+        q_here = q[:, chunk]
+        x16_here = x16[:, chunk]
         KT_here = KT[:, chunk]
         Gc_here = Gc[:, chunk]
         # x13 = x12 @ S
@@ -1955,14 +1972,14 @@ def _forward_rows(
         Vnew = x8_here + (-x13)
         # x15 = Aqk @ Vnew
         x15 = Aqk_here @ Vnew
-        # x17 = QL @ S
-        x17 = QL_here @ S
-        # o = x15 + x17
-        o = x15 + x17
-        # x20 = KT^T @ Vnew
-        x20 = KT_here.mT @ Vnew
-        # S_next = x20 + (S * Gc)
-        S_next = x20 + (S * Gc_here[..., None, None])
+        # x17 = q @ S
+        x17 = q_here @ S
+        # o = x15 + (x16 * x17)
+        o = x15 + (x16_here[..., :, None] * x17)
+        # x21 = KT^T @ Vnew
+        x21 = KT_here.mT @ Vnew
+        # S_next = x21 + (S * Gc)
+        S_next = x21 + (S * Gc_here[..., None, None])
         o_all.append(o)
         S = S_next
     end_S = S
@@ -2042,25 +2059,22 @@ def _backward_rows(
     x17 = _run(g[..., None], 'after')[..., 0]
     # x18 = exp(x17)
     x18 = torch.exp(x17)
-    # x62 = sum[all](g)
-    x62 = g.sum(-1)
-    # Gc = exp(x62)
-    Gc = torch.exp(x62)
+    # x63 = sum[all](g)
+    x63 = g.sum(-1)
+    # Gc = exp(x63)
+    Gc = torch.exp(x63)
     # x8 = x5 @ (k * x2)
     x8 = x5 @ (k * x2[..., :, None])
-    # KT = k * x18
-    KT = k * x18[..., :, None]
-    if needs & 62:
-        # x33 = scale * q
-        x33 = scale * q
-        # QL = x33 * x2
-        QL = x33 * x2[..., :, None]
     if needs & 27:
+        # KT = k * x18
+        KT = k * x18[..., :, None]
         # x6 = x5 @ v
         x6 = x5 @ v
     if needs & 62:
-        # x21 = Aqk^T @ do
-        x21 = Aqk.mT @ do
+        # x22 = Aqk^T @ do
+        x22 = Aqk.mT @ do
+        # x78 = (scale * x2) * do
+        x78 = (scale * x2)[..., :, None] * do
     if needs & 27:
         S = state
         Vnew_all: list[Tensor] = []
@@ -2075,10 +2089,10 @@ def _backward_rows(
             x9 = x8_here @ S
             # Vnew = x6 + -x9
             Vnew = x6_here + (-x9)
-            # x73 = KT^T @ Vnew
-            x73 = KT_here.mT @ Vnew
-            # S_next = x73 + (S * Gc)
-            S_next = x73 + (S * Gc_here[..., None, None])
+            # x74 = KT^T @ Vnew
+            x74 = KT_here.mT @ Vnew
+            # S_next = x74 + (S * Gc)
+            S_next = x74 + (S * Gc_here[..., None, None])
             Vnew_all.append(Vnew)
             S = S_next
         end_S = S
@@ -2089,23 +2103,24 @@ def _backward_rows(
         dVnew_all: list[Tensor] = []
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
-            KT_here = KT[:, chunk]
-            x21_here = x21[:, chunk]
+            k_here = k[:, chunk]
+            x18_here = x18[:, chunk]
+            x22_here = x22[:, chunk]
             Gc_here = Gc[:, chunk]
-            QL_here = QL[:, chunk]
-            do_here = do[:, chunk]
+            q_here = q[:, chunk]
+            x78_here = x78[:, chunk]
             x8_here = x8[:, chunk]
             kept_dS_all.append(dS)
-            # x20 = KT @ dS
-            x20 = KT_here @ dS
-            # dVnew = x20 + x21
-            dVnew = x20 + x21_here
-            # x76 = QL^T @ do
-            x76 = QL_here.mT @ do_here
-            # x78 = x8^T @ dVnew
-            x78 = x8_here.mT @ dVnew
-            # dS_prev = ((dS * Gc) + x76) + -x78
-            dS_prev = ((dS * Gc_here[..., None, None]) + x76) + (-x78)
+            # x20 = k @ dS
+            x20 = k_here @ dS
+            # dVnew = (x18 * x20) + x22
+            dVnew = (x18_here[..., :, None] * x20) + x22_here
+            # x79 = q^T @ x78
+            x79 = q_here.mT @ x78_here
+            # x81 = x8^T @ dVnew
+            x81 = x8_here.mT @ dVnew
+            # dS_prev = ((dS * Gc) + x79) + -x81
+            dS_prev = ((dS * Gc_here[..., None, None]) + x79) + (-x81)
             dVnew_all.append(dVnew)
             dS = dS_prev
         end_dS = dS
@@ -2121,32 +2136,32 @@ def _backward_rows(
         # dKT = Vnew @ dS^T
         dKT = Vnew @ dS.mT
     if needs & 30:
-        # x22 = E^T @ dVnew
-        x22 = E.mT @ dVnew
+        # x23 = E^T @ dVnew
+        x23 = E.mT @ dVnew
     if needs & 26:
-        # x23 = x22 @ S^T
-        x23 = x22 @ S.mT
-        # x26 = x22 @ Vnew^T
-        x26 = x22 @ Vnew.mT
+        # x24 = x23 @ S^T
+        x24 = x23 @ S.mT
+        # x27 = x23 @ Vnew^T
+        x27 = x23 @ Vnew.mT
     if needs & 4:
-        # dv = x22 * beta
-        dv = x22 * beta[..., :, None]
+        # dv = x23 * beta
+        dv = x23 * beta[..., :, None]
     if needs & 8:
-        # x60 = dS * S
-        x60 = dS * S
-        # x61 = sum_V(x60)
-        x61 = x60.sum(-1)
+        # x61 = dS * S
+        x61 = dS * S
+        # x62 = sum_V(x61)
+        x62 = x61.sum(-1)
     if needs & 16:
-        # x69 = x22 * v
-        x69 = x22 * v
-        # x70 = sum_V(x69)
-        x70 = x69.sum(-1)
+        # x70 = x23 * v
+        x70 = x23 * v
+        # x71 = sum_V(x70)
+        x71 = x70.sum(-1)
     if needs & 27:
         # x4 = pair(g, to, strict=True)
         x4 = _pairs_of(g, False, True)
     if needs & 26:
-        # x27 = x4 * x26
-        x27 = x4 * x26
+        # x28 = x4 * x27
+        x28 = x4 * x27
     if needs & 11:
         # x11 = x4 * dAqk
         x11 = x4 * dAqk
@@ -2160,45 +2175,47 @@ def _backward_rows(
         # dq = ((dQL * x2) + (x12 + (x13 * k))) * scale
         dq = ((dQL * x2[..., :, None]) + (x12 + (x13[..., :, None] * k))) * scale
     if needs & 26:
-        # x28 = x27 @ k
-        x28 = x27 @ k
+        # x29 = x28 @ k
+        x29 = x28 @ k
     if needs & 18:
-        # x30 = -(x23 * x2) + -x28
-        x30 = (-(x23 * x2[..., :, None])) + (-x28)
+        # x31 = -(x24 * x2) + -x29
+        x31 = (-(x24 * x2[..., :, None])) + (-x29)
     if needs & 10:
-        # x36 = x11^T @ x33
-        x36 = x11.mT @ x33
-        # x37 = beta * k
-        x37 = beta[..., :, None] * k
-        # x38 = x27^T @ x37
-        x38 = x27.mT @ x37
-        # x40 = x36 + -x38
-        x40 = x36 + (-x38)
+        # x34 = scale * q
+        x34 = scale * q
+        # x37 = x11^T @ x34
+        x37 = x11.mT @ x34
+        # x38 = beta * k
+        x38 = beta[..., :, None] * k
+        # x39 = x28^T @ x38
+        x39 = x28.mT @ x38
+        # x41 = x37 + -x39
+        x41 = x37 + (-x39)
     if needs & 2:
-        # dk = (((dKT * x18) + (x30 * beta)) + (x13 * x33)) + x40
-        dk = (((dKT * x18[..., :, None]) + (x30 * beta[..., :, None])) + (x13[..., :, None] * x33)) + x40
+        # dk = (((dKT * x18) + (x31 * beta)) + (x13 * x34)) + x41
+        dk = (((dKT * x18[..., :, None]) + (x31 * beta[..., :, None])) + (x13[..., :, None] * x34)) + x41
     if needs & 8:
-        # x45 = sum_K(((dQL * x33) + -(x23 * x37)))
-        x45 = ((dQL * x33) + (-(x23 * x37))).sum(-1)
-        # x56 = sum_K((((taken(x37) * x28) + (taken(k) * x40)) + -(taken(x33) * x12)))
-        x56 = (((x37 * x28) + (k * x40)) + (-(x33 * x12))).sum(-1)
-        # dGc = sum_K(x61)
-        dGc = x61.sum(-1)
-        # x66 = sum_K((dKT * k))
-        x66 = (dKT * k).sum(-1)
+        # x46 = sum_K(((dQL * x34) + -(x24 * x38)))
+        x46 = ((dQL * x34) + (-(x24 * x38))).sum(-1)
+        # x57 = sum_K((((taken(x38) * x29) + (taken(k) * x41)) + -(taken(x34) * x12)))
+        x57 = (((x38 * x29) + (k * x41)) + (-(x34 * x12))).sum(-1)
+        # dGc = sum_K(x62)
+        dGc = x62.sum(-1)
+        # x67 = sum_K((dKT * k))
+        x67 = (dKT * k).sum(-1)
     if needs & 16:
-        # x72 = sum_K((x30 * k))
-        x72 = (x30 * k).sum(-1)
+        # x73 = sum_K((x31 * k))
+        x73 = (x31 * k).sum(-1)
     if needs & 8:
-        # x59 = sum[from](((x45 * x2) + -x56))
-        x59 = _run(((x45 * x2) + (-x56))[..., None], 'from')[..., 0]
-        # x68 = sum[before]((x66 * x18))
-        x68 = _run((x66 * x18)[..., None], 'before')[..., 0]
-        # dg = (x59 + (dGc * Gc)) + x68
-        dg = (x59 + (dGc * Gc)[..., None]) + x68
+        # x60 = sum[from](((x46 * x2) + -x57))
+        x60 = _run(((x46 * x2) + (-x57))[..., None], 'from')[..., 0]
+        # x69 = sum[before]((x67 * x18))
+        x69 = _run((x67 * x18)[..., None], 'before')[..., 0]
+        # dg = (x60 + (dGc * Gc)) + x69
+        dg = (x60 + (dGc * Gc)[..., None]) + x69
     if needs & 16:
-        # dbeta = x70 + x72
-        dbeta = x70 + x72
+        # dbeta = x71 + x73
+        dbeta = x71 + x73
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),
@@ -2767,6 +2784,8 @@ def _check_packing(cu_seqlens: Any, B: int, device: torch.device) -> int:
         raise TypeError(f"cu_seqlens must have dtype torch.int32 or torch.int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or _surely(cu_seqlens.shape[0] < 2):
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N at least 1, got {_shape(cu_seqlens)}")
+    if torch.compiler.is_compiling():  # a length that only the run tells is checked by the graph
+        torch._check(cu_seqlens.shape[0] >= 2, lambda: "cu_seqlens must have shape [N + 1] with N at least 1")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
     if B != 1:

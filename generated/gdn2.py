@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2
 #
-# Gated DeltaNet 2: erase and write gates a channel, program 5a3fe1b2:
+# Gated DeltaNet 2: erase and write gates a channel, program fd65ff6b:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2", "gdn2_step"]
 
-_NAME = "gdn2_5a3fe1b2"
+_NAME = "gdn2_fd65ff6b"
 
 
 #: What kernels are not compiled anew for.
@@ -121,6 +121,12 @@ def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr,
     if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
+
+
+@_jit
+def _plus(x, y):
+    """x + y where one is loaded in a loop. As a plain sum it would start a product, and such loads do not run ahead."""
+    return tl.fma(x, 1.0, y)
 
 
 @_jit
@@ -699,7 +705,7 @@ def _forward_scan(
         x6 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x6
-        Vnew = U.to(tl.float32) + (-x6)
+        Vnew = _plus(U.to(tl.float32), (-x6))
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x8 = Aqk @ Vnew
         x8 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
@@ -922,7 +928,7 @@ def _backward_scan(
         x6 = _dot(W, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = U + -x6
-        Vnew = U.to(tl.float32) + (-x6)
+        Vnew = _plus(U.to(tl.float32), (-x6))
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x56 = KT^T @ Vnew
@@ -1016,10 +1022,10 @@ def _backward_reverse(
         x16 = _dot(KT, dS, DOT, PRECISION)
         x17 = _load_rows(x17_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x16 + x17
-        dVnew = x16 + x17
+        dVnew = _plus(x16, x17)
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0)
         # x59 = QL^T @ do
         x59 = _dot(tl.trans(QL), do, DOT, PRECISION)
         W = _load_rows(W_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -3004,6 +3010,8 @@ def _check_packing(cu_seqlens: Any, B: int, device: torch.device) -> int:
         raise TypeError(f"cu_seqlens must have dtype torch.int32 or torch.int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or _surely(cu_seqlens.shape[0] < 2):
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N at least 1, got {_shape(cu_seqlens)}")
+    if torch.compiler.is_compiling():  # a length that only the run tells is checked by the graph
+        torch._check(cu_seqlens.shape[0] >= 2, lambda: "cu_seqlens must have shape [N + 1] with N at least 1")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
     if B != 1:

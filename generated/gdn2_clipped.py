@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant gdn2_clipped
 #
-# GDN2 with its decay clipped at the spectral norm of the erase step, program 678a9f94:
+# GDN2 with its decay clipped at the spectral norm of the erase step, program 311e2292:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["gdn2_clipped", "gdn2_clipped_step"]
 
-_NAME = "gdn2_clipped_678a9f94"
+_NAME = "gdn2_clipped_311e2292"
 
 
 #: What kernels are not compiled anew for.
@@ -121,6 +121,12 @@ def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr,
     if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
+
+
+@_jit
+def _plus(x, y):
+    """x + y where one is loaded in a loop. As a plain sum it would start a product, and such loads do not run ahead."""
+    return tl.fma(x, 1.0, y)
 
 
 @_jit
@@ -885,6 +891,7 @@ def _forward_scan(
         rows = token_end - start
         in_c = row < rows
         tile = (chunk_first + chunk) * HV + head_v
+        x32 = _load_rows(x32_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x29 = QL @ S
         x29 = _dot(QL, S, DOT, PRECISION)
@@ -893,11 +900,10 @@ def _forward_scan(
         x40 = _dot(x39, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x41 = U + x40
-        x41 = U.to(tl.float32) + x40
+        x41 = _plus(U.to(tl.float32), x40)
         Aqa = _load_rows(Aqa_ptr + tile * C * C, row, row, C, C, C, True)
         # x42 = Aqa @ x41
         x42 = _dot_fine(Aqa, x41, DOT, PRECISION, False, FINE)
-        x32 = _load_rows(x32_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # o = (x29 + x32) + -x42
         o = (x29 + x32.to(tl.float32)) + (-x42)
         if NEED & 1:
@@ -1191,7 +1197,7 @@ def _backward_scan(
         x33 = _dot(x32, S, DOT, PRECISION)
         U = _load_rows(U_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x34 = U + x33
-        x34 = U.to(tl.float32) + x33
+        x34 = _plus(U.to(tl.float32), x33)
         _store_rows(x34_out + tile * C * V, x34, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         x = _load_rows(x_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
@@ -1289,13 +1295,13 @@ def _backward_reverse(
         x55 = _dot(AT, dS, DOT, PRECISION)
         x58 = _load_rows(x58_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # x59 = -x55 + x58
-        x59 = (-x55) + x58
+        x59 = _plus((-x55), x58)
         _store_rows(x59_out + tile * C * V, x59, row, col_v, V, C, V, V % BV == 0)
         x32 = _load_rows(x32_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x183 = x32^T @ x59
         x183 = _dot_fine(tl.trans(x32), x59, DOT, PRECISION, False, True)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0)
         # x185 = QL^T @ do
         x185 = _dot(tl.trans(QL), do, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
@@ -4038,6 +4044,8 @@ def _check_packing(cu_seqlens: Any, B: int, device: torch.device) -> int:
         raise TypeError(f"cu_seqlens must have dtype torch.int32 or torch.int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or _surely(cu_seqlens.shape[0] < 2):
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N at least 1, got {_shape(cu_seqlens)}")
+    if torch.compiler.is_compiling():  # a length that only the run tells is checked by the graph
+        torch._check(cu_seqlens.shape[0] >= 2, lambda: "cu_seqlens must have shape [N + 1] with N at least 1")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
     if B != 1:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program af6b0621:
+# Kimi Delta Attention, program 54296fb4:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda", "kda_step"]
 
-_NAME = "kda_af6b0621"
+_NAME = "kda_54296fb4"
 
 
 #: What kernels are not compiled anew for.
@@ -115,6 +115,12 @@ def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr,
     if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
+
+
+@_jit
+def _plus(x, y):
+    """x + y where one is loaded in a loop. As a plain sum it would start a product, and such loads do not run ahead."""
+    return tl.fma(x, 1.0, y)
 
 
 @_jit
@@ -686,7 +692,7 @@ def _forward_scan(
         x9 = _dot(x8, S, DOT, PRECISION)
         x4 = _load_rows(x4_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x4 + -x9
-        Vnew = x4.to(tl.float32) + (-x9)
+        Vnew = _plus(x4.to(tl.float32), (-x9))
         Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
         # x11 = Aqk @ Vnew
         x11 = _dot_fine(Aqk, Vnew, DOT, PRECISION, False, FINE)
@@ -906,7 +912,7 @@ def _backward_scan(
         x8 = _dot(x7, S, DOT, PRECISION)
         x5 = _load_rows(x5_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # Vnew = x5 + -x8
-        Vnew = x5.to(tl.float32) + (-x8)
+        Vnew = _plus(x5.to(tl.float32), (-x8))
         _store_rows(Vnew_out + tile * C * V, Vnew, row, col_v, V, C, V, V % BV == 0)
         KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
         # x63 = KT^T @ Vnew
@@ -1000,10 +1006,10 @@ def _backward_reverse(
         x18 = _dot(KT, dS, DOT, PRECISION)
         x19 = _load_rows(x19_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
         # dVnew = x18 + x19
-        dVnew = x18 + x19
+        dVnew = _plus(x18, x19)
         _store_rows(dVnew_out + tile * C * V, dVnew, row, col_v, V, C, V, V % BV == 0)
         QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0)
         # x66 = QL^T @ do
         x66 = _dot(tl.trans(QL), do, DOT, PRECISION)
         x7 = _load_rows(x7_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
@@ -2984,6 +2990,8 @@ def _check_packing(cu_seqlens: Any, B: int, device: torch.device) -> int:
         raise TypeError(f"cu_seqlens must have dtype torch.int32 or torch.int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or _surely(cu_seqlens.shape[0] < 2):
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N at least 1, got {_shape(cu_seqlens)}")
+    if torch.compiler.is_compiling():  # a length that only the run tells is checked by the graph
+        torch._check(cu_seqlens.shape[0] >= 2, lambda: "cu_seqlens must have shape [N + 1] with N at least 1")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
     if B != 1:

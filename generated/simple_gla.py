@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program 5036f0c2:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program ba06a071:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -17,8 +17,6 @@
 # Sizes: B batch, T tokens, H query and key heads, HV value heads, K key channels, V value channels, C tokens a chunk,
 # NT chunks. A trailing d names a cotangent's value, as in dQL. Values in the code:
 #
-#     QL     scaled queries, decayed from the chunk's start
-#     KT     keys, decayed to the chunk's end
 #     Aqk    decayed products of queries and keys, lower triangle
 #     Gc     decay over the whole chunk
 #     S      state before the chunk, [K, V]
@@ -45,7 +43,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla", "simple_gla_step"]
 
-_NAME = "simple_gla_5036f0c2"
+_NAME = "simple_gla_ba06a071"
 
 
 #: What kernels are not compiled anew for.
@@ -109,6 +107,12 @@ def _dot_fine(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr, X: tl.constexpr,
     if Y and PRECISION != "ieee":
         out = tl.dot(x_high, (y - y_high.to(tl.float32)).to(DOT), out, input_precision=PRECISION)
     return out
+
+
+@_jit
+def _plus(x, y):
+    """x + y where one is loaded in a loop. As a plain sum it would start a product, and such loads do not run ahead."""
+    return tl.fma(x, 1.0, y)
 
 
 @_jit
@@ -359,14 +363,14 @@ def _store_rows(ptr, tile, r, x, stride, rows, WIDTH: tl.constexpr, FULL: tl.con
 
 @_jit
 def _forward_prepare(
-    q_ptr,
-    q_stride_b,
-    q_stride_t,
-    q_stride_h,
     g_ptr,
     g_stride_b,
     g_stride_t,
     g_stride_h,
+    q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
     k_ptr,
     k_stride_b,
     k_stride_t,
@@ -375,11 +379,11 @@ def _forward_prepare(
     v_stride_b,
     v_stride_t,
     v_stride_h,
-    QL_out,
+    x3_out,
     Aqk_out,
-    x8_out,
+    x9_out,
     Gc_out,
-    KT_out,
+    x14_out,
     places_ptr,
     scale,
     T,
@@ -421,58 +425,64 @@ def _forward_prepare(
     row = tl.arange(0, C)
     in_c = row < rows
     g = tl.load(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h + row * g_stride_t, mask=in_c, other=0.0).to(tl.float32)
-    # x2 = sum[to](g)
-    x2 = _sums_of_numbers(_keep_to(row), g)
-    # x3 = exp(x2)
-    x3 = tl.exp(x2)
-    # x9 = sum[all](g)
-    x9 = tl.sum(g, 0)
-    # Gc = exp(x9)
-    Gc = tl.exp(x9)
+    # x = sum[to](g)
+    x = _sums_of_numbers(_keep_to(row), g)
+    # x3 = scale * exp(x)
+    x3 = scale * tl.exp(x)
+    tl.store(x3_out + tile * C + row, x3, mask=row < C)
+    # x10 = sum[all](g)
+    x10 = tl.sum(g, 0)
+    # Gc = exp(x10)
+    Gc = tl.exp(x10)
     tl.store(Gc_out + tile, Gc)
-    # x11 = sum[after](g)
-    x11 = _sums_of_numbers(_keep_after(row), g)
-    # x12 = exp(x11)
-    x12 = tl.exp(x11)
-    x6 = tl.zeros([C, C, ], tl.float32)
+    # x12 = sum[after](g)
+    x12 = _sums_of_numbers(_keep_after(row), g)
+    # x13 = exp(x12)
+    x13 = tl.exp(x12)
+    x7 = tl.zeros([C, C, ], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
         in_k = col_k < K
         q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # QL = (scale * q) * x3
-        QL = (scale * q) * x3[:, None]
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
         k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # x6 = q @ k^T
-        x6 += _dot(q, tl.trans(k), DOT, PRECISION)
-        # KT = k * x12
-        KT = k * x12[:, None]
-        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-    # x5 = pair(g, to, strict=False)
-    x5 = _pairs(g, row, False, False)
-    # Aqk = scale * (x5 * x6)
-    Aqk = scale * (x5 * x6)
+        # x7 = q @ k^T
+        x7 += _dot(q, tl.trans(k), DOT, PRECISION)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        # x14 = x13 * v
+        x14 = x13[:, None] * v
+        _store_rows(x14_out + tile * C * V, x14, row, col_v, V, C, V, V % BV == 0)
+    # x6 = pair(g, to, strict=False)
+    x6 = _pairs(g, row, False, False)
+    # Aqk = scale * (x6 * x7)
+    Aqk = scale * (x6 * x7)
     if SAVE:
         _store_rows(Aqk_out + tile * C * C, Aqk, row, row, C, C, C, True)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
         v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x8 = Aqk @ v
-        x8 = _dot(Aqk, v, DOT, PRECISION)
-        _store_rows(x8_out + tile * C * V, x8, row, col_v, V, C, V, V % BV == 0)
+        # x9 = Aqk @ v
+        x9 = _dot(Aqk, v, DOT, PRECISION)
+        _store_rows(x9_out + tile * C * V, x9, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _forward_scan(
-    QL_ptr,
-    x8_ptr,
+    q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
+    x3_ptr,
+    x9_ptr,
     Gc_ptr,
-    KT_ptr,
-    v_ptr,
-    v_stride_b,
-    v_stride_t,
-    v_stride_h,
+    k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
+    x14_ptr,
     o_out,
     initial_ptr,
     final_out,
@@ -536,21 +546,22 @@ def _forward_scan(
         rows = token_end - start
         in_c = row < rows
         tile = (chunk_first + chunk) * HV + head_v
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        # x4 = QL @ S
-        x4 = _dot(QL, S, DOT, PRECISION)
-        x8 = _load_rows(x8_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
-        # o = x4 + x8
-        o = x4 + x8.to(tl.float32)
+        x9 = _load_rows(x9_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0)
+        # x4 = q @ S
+        x4 = _dot(q, S, DOT, PRECISION)
+        x3 = tl.load(x3_ptr + tile * C + row, mask=row < C, other=0.0)
+        # o = (x3 * x4) + x9
+        o = (x3[:, None] * x4) + x9.to(tl.float32)
         if NEED & 1:
             _store_rows(o_out + ((batch * T + start) * HV + head_v) * V, o, row, col_v, HV * V, rows, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x13 = KT^T @ v
-        x13 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0)
+        x14 = _load_rows(x14_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x15 = k^T @ x14
+        x15 = _dot(tl.trans(k), x14, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = (S * Gc) + x13
-        S_next = (S * Gc) + x13
+        # S_next = (S * Gc) + x15
+        S_next = (S * Gc) + x15
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -562,21 +573,21 @@ def _forward_scan(
 
 @_jit
 def _backward_prepare(
-    k_ptr,
-    k_stride_b,
-    k_stride_t,
-    k_stride_h,
     g_ptr,
     g_stride_b,
     g_stride_t,
     g_stride_h,
-    q_ptr,
-    q_stride_b,
-    q_stride_t,
-    q_stride_h,
-    KT_out,
+    v_ptr,
+    v_stride_b,
+    v_stride_t,
+    v_stride_h,
+    do_ptr,
+    do_stride_b,
+    do_stride_t,
+    do_stride_h,
     Gc_out,
-    QL_out,
+    x43_out,
+    x47_out,
     places_ptr,
     scale,
     T,
@@ -618,40 +629,40 @@ def _backward_prepare(
     row = tl.arange(0, C)
     in_c = row < rows
     g = tl.load(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h + row * g_stride_t, mask=in_c, other=0.0).to(tl.float32)
+    # x40 = sum[all](g)
+    x40 = tl.sum(g, 0)
+    # Gc = exp(x40)
+    Gc = tl.exp(x40)
+    tl.store(Gc_out + tile, Gc)
     # x11 = sum[after](g)
     x11 = _sums_of_numbers(_keep_after(row), g)
     # x12 = exp(x11)
     x12 = tl.exp(x11)
-    # x39 = sum[all](g)
-    x39 = tl.sum(g, 0)
-    # Gc = exp(x39)
-    Gc = tl.exp(x39)
-    tl.store(Gc_out + tile, Gc)
     # x7 = sum[to](g)
     x7 = _sums_of_numbers(_keep_to(row), g)
-    # x8 = exp(x7)
-    x8 = tl.exp(x7)
-    for k0 in range(0, K, BK):
-        col_k = k0 + tl.arange(0, BK)
-        in_k = col_k < K
-        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # KT = k * x12
-        KT = k * x12[:, None]
-        _store_rows(KT_out + tile * C * K, KT, row, col_k, K, C, K, K % BK == 0)
-        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
-        # QL = (scale * q) * x8
-        QL = (scale * q) * x8[:, None]
-        _store_rows(QL_out + tile * C * K, QL, row, col_k, K, C, K, K % BK == 0)
+    # x46 = scale * exp(x7)
+    x46 = scale * tl.exp(x7)
+    for v0 in range(0, V, BV):
+        col_v = v0 + tl.arange(0, BV)
+        in_v = col_v < V
+        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        # x43 = x12 * v
+        x43 = x12[:, None] * v
+        _store_rows(x43_out + tile * C * V, x43, row, col_v, V, C, V, V % BV == 0)
+        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
+        # x47 = x46 * do
+        x47 = x46[:, None] * do
+        _store_rows(x47_out + tile * C * V, x47, row, col_v, V, C, V, V % BV == 0)
 
 
 @_jit
 def _backward_scan(
     Gc_ptr,
-    KT_ptr,
-    v_ptr,
-    v_stride_b,
-    v_stride_t,
-    v_stride_h,
+    k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
+    x43_ptr,
     initial_ptr,
     final_out,
     kept_out,
@@ -716,13 +727,13 @@ def _backward_scan(
         in_c = row < rows
         tile = (chunk_first + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
-        KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        v = _load_rows(v_ptr + (batch * v_stride_b + start * v_stride_t + head_v * v_stride_h) * UNIT_V, row, col_v, v_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x42 = KT^T @ v
-        x42 = _dot(tl.trans(KT), v, DOT, PRECISION)
+        k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0)
+        x43 = _load_rows(x43_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x44 = k^T @ x43
+        x44 = _dot(tl.trans(k), x43, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # S_next = (S * Gc) + x42
-        S_next = (S * Gc) + x42
+        # S_next = (S * Gc) + x44
+        S_next = (S * Gc) + x44
         S = S_next
     if FINAL:
         _store_rows(final_out + lane * K * V, S, col_k, col_v, V, K, V, V % BV == 0)
@@ -731,11 +742,11 @@ def _backward_scan(
 @_jit
 def _backward_reverse(
     Gc_ptr,
-    QL_ptr,
-    do_ptr,
-    do_stride_b,
-    do_stride_t,
-    do_stride_h,
+    q_ptr,
+    q_stride_b,
+    q_stride_t,
+    q_stride_h,
+    x47_ptr,
     initial_ptr,
     final_out,
     kept_out,
@@ -800,13 +811,13 @@ def _backward_reverse(
         in_c = row < rows
         tile = (chunk_first + chunk) * HV + head_v
         _store_rows(kept_out + tile * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
-        QL = _load_rows(QL_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
-        do = _load_rows(do_ptr + (batch * do_stride_b + start * do_stride_t + head_v * do_stride_h) * UNIT_V, row, col_v, do_stride_t * UNIT_V, rows, V, V % BV == 0).to(tl.float32)
-        # x44 = QL^T @ do
-        x44 = _dot(tl.trans(QL), do, DOT, PRECISION)
+        q = _load_rows(q_ptr + (batch * q_stride_b + start * q_stride_t + head * q_stride_h) * UNIT_K, row, col_k, q_stride_t * UNIT_K, rows, K, K % BK == 0)
+        x47 = _load_rows(x47_ptr + tile * C * V, row, col_v, V, C, V, V % BV == 0)
+        # x48 = q^T @ x47
+        x48 = _dot(tl.trans(q), x47, DOT, PRECISION)
         Gc = tl.load(Gc_ptr + tile)
-        # dS_prev = (dS * Gc) + x44
-        dS_prev = (dS * Gc) + x44
+        # dS_prev = (dS * Gc) + x48
+        dS_prev = (dS * Gc) + x48
         dS = dS_prev
     if FINAL:
         _store_rows(final_out + lane * K * V, dS, col_k, col_v, V, K, V, V % BV == 0)
@@ -824,13 +835,20 @@ def _backward_finish(
     v_stride_h,
     S_ptr,
     dS_ptr,
-    KT_ptr,
+    k_ptr,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
+    g_ptr,
+    g_stride_b,
+    g_stride_t,
+    g_stride_h,
     Aqk_ptr,
     dAqk_out,
     dQL_out,
     dKT_out,
     dv_out,
-    x38_out,
+    x39_out,
     places_ptr,
     scale,
     T,
@@ -873,12 +891,17 @@ def _backward_finish(
     in_c = row < rows
     col_k = tl.arange(0, BK)
     in_k = col_k < K
+    g = tl.load(g_ptr + batch * g_stride_b + start * g_stride_t + head_v * g_stride_h + row * g_stride_t, mask=in_c, other=0.0).to(tl.float32)
+    # x11 = sum[after](g)
+    x11 = _sums_of_numbers(_keep_after(row), g)
+    # x12 = exp(x11)
+    x12 = tl.exp(x11)
     dAqk = tl.zeros([C, C, ], tl.float32)
     dQL = tl.zeros([C, BK, ], tl.float32)
     dKT = tl.zeros([C, BK, ], tl.float32)
-    KT = _load_rows(KT_ptr + tile * C * K, row, col_k, K, C, K, K % BK == 0)
+    k = _load_rows(k_ptr + (batch * k_stride_b + start * k_stride_t + head * k_stride_h) * UNIT_K, row, col_k, k_stride_t * UNIT_K, rows, K, K % BK == 0).to(tl.float32)
     Aqk = _load_rows(Aqk_ptr + tile * C * C, row, row, C, C, C, True)
-    x38 = tl.zeros([BK, ], tl.float32)
+    x39 = tl.zeros([BK, ], tl.float32)
     for v0 in range(0, V, BV):
         col_v = v0 + tl.arange(0, BV)
         in_v = col_v < V
@@ -892,22 +915,22 @@ def _backward_finish(
         dS = _load_rows(dS_ptr + tile * K * V, col_k, col_v, V, K, V, V % BV == 0)
         # dKT = v @ dS^T
         dKT += _dot(v, tl.trans(dS), DOT, PRECISION)
-        # x18 = KT @ dS
-        x18 = _dot(KT, dS, DOT, PRECISION)
-        # x19 = Aqk^T @ do
-        x19 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
-        # dv = x18 + x19
-        dv = x18 + x19
+        # x18 = k @ dS
+        x18 = _dot(k, dS, DOT, PRECISION)
+        # x20 = Aqk^T @ do
+        x20 = _dot(tl.trans(Aqk), do, DOT, PRECISION)
+        # dv = (x12 * x18) + x20
+        dv = (x12[:, None] * x18) + x20
         if NEED & 4:
             _store_rows(dv_out + ((batch * T + start) * HV + head_v) * V, dv, row, col_v, HV * V, rows, V, V % BV == 0)
-        # x37 = dS * S
-        x37 = dS.to(tl.float32) * S.to(tl.float32)
-        # x38 = sum_V(x37)
-        x38 += tl.sum(x37, 1)
+        # x38 = dS * S
+        x38 = dS.to(tl.float32) * S.to(tl.float32)
+        # x39 = sum_V(x38)
+        x39 += tl.sum(x38, 1)
     _store_rows(dAqk_out + tile * C * C, dAqk, row, row, C, C, C, True)
     _store_rows(dQL_out + tile * C * K, dQL, row, col_k, K, C, K, K % BK == 0)
     _store_rows(dKT_out + tile * C * K, dKT, row, col_k, K, C, K, K % BK == 0)
-    tl.store(x38_out + tile * K + col_k, x38, mask=col_k < K)
+    tl.store(x39_out + tile * K + col_k, x39, mask=col_k < K)
 
 
 @_jit
@@ -927,7 +950,7 @@ def _backward_finish_1(
     q_stride_b,
     q_stride_t,
     q_stride_h,
-    x38_ptr,
+    x39_ptr,
     Gc_ptr,
     dq_out,
     dk_out,
@@ -988,9 +1011,9 @@ def _backward_finish_1(
     x11 = _sums_of_numbers(_keep_after(row), g)
     # x12 = exp(x11)
     x12 = tl.exp(x11)
-    x26 = tl.zeros([C, ], tl.float32)
-    x28 = tl.zeros([C, ], tl.float32)
-    x33 = tl.zeros([C, ], tl.float32)
+    x27 = tl.zeros([C, ], tl.float32)
+    x29 = tl.zeros([C, ], tl.float32)
+    x34 = tl.zeros([C, ], tl.float32)
     dGc = tl.zeros([], tl.float32)
     for k0 in range(0, K, BK):
         col_k = k0 + tl.arange(0, BK)
@@ -1013,22 +1036,22 @@ def _backward_finish_1(
         dk = (dKT * x12[:, None]) + (x15 + (x4[:, None] * x14))
         if NEED & 2:
             _store_rows(dk_out + ((batch * T + start) * HV + head_v) * K, dk, row, col_k, HV * K, rows, K, K % BK == 0)
-        # x26 = sum_K(((taken(x14) * x3) + -(taken(k) * x15)))
-        x26 += tl.sum(((x14.to(DOT).to(tl.float32) * x3) + (-(k.to(DOT).to(tl.float32) * x15))), 1)
-        # x28 = sum_K((dQL * x14))
-        x28 += tl.sum((dQL * x14), 1)
-        # x33 = sum_K((dKT * k))
-        x33 += tl.sum((dKT * k), 1)
-        x38 = tl.load(x38_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
-        # dGc = sum_K(x38)
-        dGc += tl.sum(x38, 0)
-    # x31 = sum[from]((x26 + (x28 * x8)))
-    x31 = _sums_of_numbers(_keep_from(row), (x26 + (x28 * x8)))
-    # x35 = sum[before]((x33 * x12))
-    x35 = _sums_of_numbers(_keep_before(row), (x33 * x12))
+        # x27 = sum_K(((taken(x14) * x3) + -(taken(k) * x15)))
+        x27 += tl.sum(((x14.to(DOT).to(tl.float32) * x3) + (-(k.to(DOT).to(tl.float32) * x15))), 1)
+        # x29 = sum_K((dQL * x14))
+        x29 += tl.sum((dQL * x14), 1)
+        # x34 = sum_K((dKT * k))
+        x34 += tl.sum((dKT * k), 1)
+        x39 = tl.load(x39_ptr + tile * K + col_k, mask=col_k < K, other=0.0)
+        # dGc = sum_K(x39)
+        dGc += tl.sum(x39, 0)
+    # x32 = sum[from]((x27 + (x29 * x8)))
+    x32 = _sums_of_numbers(_keep_from(row), (x27 + (x29 * x8)))
+    # x36 = sum[before]((x34 * x12))
+    x36 = _sums_of_numbers(_keep_before(row), (x34 * x12))
     Gc = tl.load(Gc_ptr + tile)
-    # dg = (x31 + x35) + (dGc * Gc)
-    dg = (x31 + x35) + (dGc * Gc)
+    # dg = (x32 + x36) + (dGc * Gc)
+    dg = (x32 + x36) + (dGc * Gc)
     if NEED & 8:
         tl.store(dg_out + ((batch * T + start) * HV + head_v) + row * HV, dg, mask=in_c)
 
@@ -1289,24 +1312,24 @@ def _forward_triton(
     o = v.new_zeros(v.shape) if packed else v.new_empty(v.shape)
     final_state = q.new_empty((N, HV, K, V) if output_final_state else (0,), dtype=torch.float32)
     initial = none if initial_state is None else _aligned(initial_state.contiguous())
-    QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    x3 = q.new_empty((B, NT, HV, C), dtype=torch.float32)
     Aqk = q.new_empty((B, NT, HV, C, C), dtype=stored["dot"]) if save else none
-    x8 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
+    x9 = q.new_empty((B, NT, HV, C, V), dtype=stored["fine"])
     Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-    KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+    x14 = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
     with _on(q):
         _launch(
             _forward_prepare,
             B * NT * HV,
-            *_strided(q),
             *_strided(g),
+            *_strided(q),
             *_strided(k),
             *_strided(v),
-            QL,
+            x3,
             Aqk,
-            x8,
+            x9,
             Gc,
-            KT,
+            x14,
             chunks if packed else none,
             scale,
             T,
@@ -1322,11 +1345,12 @@ def _forward_triton(
         _launch(
             _forward_scan,
             N * HV * -(-V // own["forward.scan"]["BV"]),
-            QL,
-            x8,
+            *_strided(q),
+            x3,
+            x9,
             Gc,
-            KT,
-            *_strided(v),
+            *_strided(k),
+            x14,
             o,
             initial,
             final_state,
@@ -1381,18 +1405,18 @@ def _backward_triton(
     dg = _gradient(g, HV, needs & 8 > 0, packed)
     with _on(q):
         if needs & 31:
-            KT = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
             Gc = q.new_empty((B, NT, HV), dtype=torch.float32)
-            QL = q.new_empty((B, NT, HV, C, K), dtype=stored["dot"])
+            x43 = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
+            x47 = q.new_empty((B, NT, HV, C, V), dtype=stored["dot"])
             _launch(
                 _backward_prepare,
                 B * NT * HV,
-                *_strided(k),
                 *_strided(g),
-                *_strided(q),
-                KT,
+                *_strided(v),
+                *_strided(do),
                 Gc,
-                QL,
+                x43,
+                x47,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1411,8 +1435,8 @@ def _backward_triton(
                 _backward_scan,
                 N * HV * -(-V // own["backward.scan"]["BV"]),
                 Gc,
-                KT,
-                *_strided(v),
+                *_strided(k),
+                x43,
                 initial,
                 none,
                 kept_S,
@@ -1436,8 +1460,8 @@ def _backward_triton(
                 _backward_reverse,
                 N * HV * -(-V // own["backward.reverse"]["BV"]),
                 Gc,
-                QL,
-                *_strided(do),
+                *_strided(q),
+                x47,
                 last,
                 dh0,
                 kept_dS,
@@ -1459,7 +1483,7 @@ def _backward_triton(
             dAqk = q.new_empty((B, NT, HV, C, C), dtype=stored["fine"])
             dQL = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
             dKT = q.new_empty((B, NT, HV, C, K), dtype=torch.float32)
-            x38 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
+            x39 = q.new_empty((B, NT, HV, K), dtype=torch.float32)
             _launch(
                 _backward_finish,
                 B * NT * HV,
@@ -1467,13 +1491,14 @@ def _backward_triton(
                 *_strided(v),
                 kept_S,
                 kept_dS,
-                KT,
+                *_strided(k),
+                *_strided(g),
                 Aqk,
                 dAqk,
                 dQL,
                 dKT,
                 dv,
-                x38,
+                x39,
                 chunks if packed else none,
                 scale,
                 T,
@@ -1496,7 +1521,7 @@ def _backward_triton(
                 dQL,
                 dKT,
                 *_strided(q),
-                x38,
+                x39,
                 Gc,
                 dq,
                 dk,
@@ -1713,42 +1738,43 @@ def _forward_rows(
     like, like_v = q.new_empty((0,), dtype=dtype), v
     state = like.new_zeros((B, HV, K, V)) if initial_state is None else initial_state.to(dtype).contiguous()
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in (q, k, v, g,))
-    # x2 = sum[to](g)
-    x2 = _run(g[..., None], 'to')[..., 0]
-    # x9 = sum[all](g)
-    x9 = g.sum(-1)
-    # Gc = exp(x9)
-    Gc = torch.exp(x9)
-    # x11 = sum[after](g)
-    x11 = _run(g[..., None], 'after')[..., 0]
-    # QL = (scale * q) * exp(x2)
-    QL = (scale * q) * torch.exp(x2)[..., :, None]
-    # x6 = q @ k^T
-    x6 = q @ k.mT
-    # KT = k * exp(x11)
-    KT = k * torch.exp(x11)[..., :, None]
-    # x5 = pair(g, to, strict=False)
-    x5 = _pairs_of(g, False, False)
-    # Aqk = scale * (x5 * x6)
-    Aqk = scale * (x5 * x6)
-    # x8 = Aqk @ v
-    x8 = Aqk @ v
+    # x = sum[to](g)
+    x = _run(g[..., None], 'to')[..., 0]
+    # x3 = scale * exp(x)
+    x3 = scale * torch.exp(x)
+    # x10 = sum[all](g)
+    x10 = g.sum(-1)
+    # Gc = exp(x10)
+    Gc = torch.exp(x10)
+    # x12 = sum[after](g)
+    x12 = _run(g[..., None], 'after')[..., 0]
+    # x7 = q @ k^T
+    x7 = q @ k.mT
+    # x14 = exp(x12) * v
+    x14 = torch.exp(x12)[..., :, None] * v
+    # x6 = pair(g, to, strict=False)
+    x6 = _pairs_of(g, False, False)
+    # Aqk = scale * (x6 * x7)
+    Aqk = scale * (x6 * x7)
+    # x9 = Aqk @ v
+    x9 = Aqk @ v
     S = state
     o_all: list[Tensor] = []
     for chunk in range(NT):
-        QL_here = QL[:, chunk]
-        x8_here = x8[:, chunk]
+        q_here = q[:, chunk]
+        x3_here = x3[:, chunk]
+        x9_here = x9[:, chunk]
         Gc_here = Gc[:, chunk]
-        KT_here = KT[:, chunk]
-        v_here = v[:, chunk]
-        # x4 = QL @ S
-        x4 = QL_here @ S
-        # o = x4 + x8
-        o = x4 + x8_here
-        # x13 = KT^T @ v
-        x13 = KT_here.mT @ v_here
-        # S_next = (S * Gc) + x13
-        S_next = (S * Gc_here[..., None, None]) + x13
+        k_here = k[:, chunk]
+        x14_here = x14[:, chunk]
+        # x4 = q @ S
+        x4 = q_here @ S
+        # o = (x3 * x4) + x9
+        o = (x3_here[..., :, None] * x4) + x9_here
+        # x15 = k^T @ x14
+        x15 = k_here.mT @ x14_here
+        # S_next = (S * Gc) + x15
+        S_next = (S * Gc_here[..., None, None]) + x15
         o_all.append(o)
         S = S_next
     end_S = S
@@ -1814,39 +1840,37 @@ def _backward_rows(
     dstate = like.new_zeros((B, HV, K, V)) if dht is None else dht.to(dtype).contiguous()
     do = _chunks(torch.zeros_like(v) if do is None else do, HV, C, dtype)
     q, k, v, g, = (_chunks(x, HV, C, dtype) for x in given)
+    # x40 = sum[all](g)
+    x40 = g.sum(-1)
+    # Gc = exp(x40)
+    Gc = torch.exp(x40)
     if needs & 15:
         # x11 = sum[after](g)
         x11 = _run(g[..., None], 'after')[..., 0]
         # x12 = exp(x11)
         x12 = torch.exp(x11)
-    # x39 = sum[all](g)
-    x39 = g.sum(-1)
-    # Gc = exp(x39)
-    Gc = torch.exp(x39)
     # x7 = sum[to](g)
     x7 = _run(g[..., None], 'to')[..., 0]
     # x8 = exp(x7)
     x8 = torch.exp(x7)
-    if needs & 13:
-        # KT = k * x12
-        KT = k * x12[..., :, None]
+    if needs & 9:
+        # x43 = x12 * v
+        x43 = x12[..., :, None] * v
     if needs & 30:
-        # x14 = scale * q
-        x14 = scale * q
-        # QL = x14 * x8
-        QL = x14 * x8[..., :, None]
+        # x47 = (scale * x8) * do
+        x47 = (scale * x8)[..., :, None] * do
     if needs & 9:
         S = state
         kept_S_all: list[Tensor] = []
         for chunk in range(NT):
             Gc_here = Gc[:, chunk]
-            KT_here = KT[:, chunk]
-            v_here = v[:, chunk]
+            k_here = k[:, chunk]
+            x43_here = x43[:, chunk]
             kept_S_all.append(S)
-            # x42 = KT^T @ v
-            x42 = KT_here.mT @ v_here
-            # S_next = (S * Gc) + x42
-            S_next = (S * Gc_here[..., None, None]) + x42
+            # x44 = k^T @ x43
+            x44 = k_here.mT @ x43_here
+            # S_next = (S * Gc) + x44
+            S_next = (S * Gc_here[..., None, None]) + x44
             S = S_next
         end_S = S
         S = _stack(kept_S_all, v, NT, K, dtype)
@@ -1855,13 +1879,13 @@ def _backward_rows(
         kept_dS_all: list[Tensor] = []
         for chunk in range(NT)[::-1]:
             Gc_here = Gc[:, chunk]
-            QL_here = QL[:, chunk]
-            do_here = do[:, chunk]
+            q_here = q[:, chunk]
+            x47_here = x47[:, chunk]
             kept_dS_all.append(dS)
-            # x44 = QL^T @ do
-            x44 = QL_here.mT @ do_here
-            # dS_prev = (dS * Gc) + x44
-            dS_prev = (dS * Gc_here[..., None, None]) + x44
+            # x48 = q^T @ x47
+            x48 = q_here.mT @ x47_here
+            # dS_prev = (dS * Gc) + x48
+            dS_prev = (dS * Gc_here[..., None, None]) + x48
             dS = dS_prev
         end_dS = dS
         dS = _stack(kept_dS_all[::-1], v, NT, K, dtype)
@@ -1875,17 +1899,17 @@ def _backward_rows(
         # dKT = v @ dS^T
         dKT = v @ dS.mT
     if needs & 4:
-        # x18 = KT @ dS
-        x18 = KT @ dS
-        # x19 = Aqk^T @ do
-        x19 = Aqk.mT @ do
-        # dv = x18 + x19
-        dv = x18 + x19
+        # x18 = k @ dS
+        x18 = k @ dS
+        # x20 = Aqk^T @ do
+        x20 = Aqk.mT @ do
+        # dv = (x12 * x18) + x20
+        dv = (x12[..., :, None] * x18) + x20
     if needs & 8:
-        # x37 = dS * S
-        x37 = dS * S
-        # x38 = sum_V(x37)
-        x38 = x37.sum(-1)
+        # x38 = dS * S
+        x38 = dS * S
+        # x39 = sum_V(x38)
+        x39 = x38.sum(-1)
     if needs & 11:
         # x = pair(g, to, strict=True)
         x = _pairs_of(g, False, True)
@@ -1901,26 +1925,28 @@ def _backward_rows(
         # dq = ((x3 + (x4 * k)) + (dQL * x8)) * scale
         dq = ((x3 + (x4[..., :, None] * k)) + (dQL * x8[..., :, None])) * scale
     if needs & 10:
+        # x14 = scale * q
+        x14 = scale * q
         # x15 = x2^T @ x14
         x15 = x2.mT @ x14
     if needs & 2:
         # dk = (dKT * x12) + (x15 + (x4 * x14))
         dk = (dKT * x12[..., :, None]) + (x15 + (x4[..., :, None] * x14))
     if needs & 8:
-        # x26 = sum_K(((taken(x14) * x3) + -(taken(k) * x15)))
-        x26 = ((x14 * x3) + (-(k * x15))).sum(-1)
-        # x28 = sum_K((dQL * x14))
-        x28 = (dQL * x14).sum(-1)
-        # x33 = sum_K((dKT * k))
-        x33 = (dKT * k).sum(-1)
-        # dGc = sum_K(x38)
-        dGc = x38.sum(-1)
-        # x31 = sum[from]((x26 + (x28 * x8)))
-        x31 = _run((x26 + (x28 * x8))[..., None], 'from')[..., 0]
-        # x35 = sum[before]((x33 * x12))
-        x35 = _run((x33 * x12)[..., None], 'before')[..., 0]
-        # dg = (x31 + x35) + (dGc * Gc)
-        dg = (x31 + x35) + (dGc * Gc)[..., None]
+        # x27 = sum_K(((taken(x14) * x3) + -(taken(k) * x15)))
+        x27 = ((x14 * x3) + (-(k * x15))).sum(-1)
+        # x29 = sum_K((dQL * x14))
+        x29 = (dQL * x14).sum(-1)
+        # x34 = sum_K((dKT * k))
+        x34 = (dKT * k).sum(-1)
+        # dGc = sum_K(x39)
+        dGc = x39.sum(-1)
+        # x32 = sum[from]((x27 + (x29 * x8)))
+        x32 = _run((x27 + (x29 * x8))[..., None], 'from')[..., 0]
+        # x36 = sum[before]((x34 * x12))
+        x36 = _run((x34 * x12)[..., None], 'before')[..., 0]
+        # dg = (x32 + x36) + (dGc * Gc)
+        dg = (x32 + x36) + (dGc * Gc)[..., None]
     return [
         _tokens(dq, given[0]) if needs & 1 else like.new_empty((0,)),
         _tokens(dk, given[1]) if needs & 2 else like.new_empty((0,)),
@@ -2467,6 +2493,8 @@ def _check_packing(cu_seqlens: Any, B: int, device: torch.device) -> int:
         raise TypeError(f"cu_seqlens must have dtype torch.int32 or torch.int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or _surely(cu_seqlens.shape[0] < 2):
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N at least 1, got {_shape(cu_seqlens)}")
+    if torch.compiler.is_compiling():  # a length that only the run tells is checked by the graph
+        torch._check(cu_seqlens.shape[0] >= 2, lambda: "cu_seqlens must have shape [N + 1] with N at least 1")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {cu_seqlens.device}")
     if B != 1:

@@ -275,7 +275,10 @@ def test_packed_boundaries_may_be_made_in_a_graph() -> None:
         return ops.kda(*x, cu_seqlens=torch.nn.functional.pad(starts, (0, 1), value=position.shape[0]))[0]
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        found = torch.compile(call, backend="aot_eager", fullgraph=True)(position, *plain)
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        found = compiled(position, *plain)
+        with pytest.raises(RuntimeError, match="Runtime assertion failed|with N at least 1"):
+            compiled(position + 1, *plain)  # no start: one boundary is left, of no sequence
     assert same([found], [call(position, *plain)])
 
 
