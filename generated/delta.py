@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant delta
 #
-# the delta rule, no decay, program 949dfb3c:
+# the delta rule, no decay, program b6cdbf9d:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -47,7 +47,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["delta", "delta_step"]
 
-_NAME = "delta_949dfb3c"
+_NAME = "delta_b6cdbf9d"
 
 
 #: What kernels are not compiled anew for.
@@ -93,7 +93,7 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 @_jit
 def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x as a product takes it; what TF32 would cut off is rounded here. A GPU's NaN, all ones, would become 0: it is kept."""
-    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32 and x.dtype.primitive_bitwidth == 32:
         near = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
         out = tl.where(x != x, x, near)
     else:

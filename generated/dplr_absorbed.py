@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant dplr_absorbed
 #
-# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program 6d1c4fdc:
+# gated DPLR with the gate absorbed: S (Diag(alpha) - d a^T), program bd55c3f9:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -53,7 +53,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["dplr_absorbed", "dplr_absorbed_step"]
 
-_NAME = "dplr_absorbed_6d1c4fdc"
+_NAME = "dplr_absorbed_bd55c3f9"
 
 
 #: What kernels are not compiled anew for.
@@ -105,7 +105,7 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 @_jit
 def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x as a product takes it; what TF32 would cut off is rounded here. A GPU's NaN, all ones, would become 0: it is kept."""
-    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32 and x.dtype.primitive_bitwidth == 32:
         near = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
         out = tl.where(x != x, x, near)
     else:

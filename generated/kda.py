@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant kda
 #
-# Kimi Delta Attention, program 54296fb4:
+# Kimi Delta Attention, program c35b04f0:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -48,7 +48,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["kda", "kda_step"]
 
-_NAME = "kda_54296fb4"
+_NAME = "kda_c35b04f0"
 
 
 #: What kernels are not compiled anew for.
@@ -97,7 +97,7 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 @_jit
 def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x as a product takes it; what TF32 would cut off is rounded here. A GPU's NaN, all ones, would become 0: it is kept."""
-    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32 and x.dtype.primitive_bitwidth == 32:
         near = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
         out = tl.where(x != x, x, near)
     else:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant rwkv7
 #
-# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program b24b8d79:
+# RWKV-7 in flash-linear-attention's signs: S (Diag(alpha) + a b^T), program cdbbc08b:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -51,7 +51,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["rwkv7", "rwkv7_step"]
 
-_NAME = "rwkv7_b24b8d79"
+_NAME = "rwkv7_cdbbc08b"
 
 
 #: What kernels are not compiled anew for.
@@ -103,7 +103,7 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 @_jit
 def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x as a product takes it; what TF32 would cut off is rounded here. A GPU's NaN, all ones, would become 0: it is kept."""
-    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32 and x.dtype.primitive_bitwidth == 32:
         near = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
         out = tl.where(x != x, x, near)
     else:

@@ -3,7 +3,7 @@
 #
 #     dplrgen emit --variant simple_gla
 #
-# gated linear attention, one decay a head (Mamba-2, RetNet), program ba06a071:
+# gated linear attention, one decay a head (Mamba-2, RetNet), program 7c6e92de:
 #
 #     S_t = S_(t-1) Diag(alpha_t) (I - b_t a_t^T) + v_t k_t^T        o_t = scale * S_t q_t
 #
@@ -43,7 +43,7 @@ except ImportError:  # the CPU implementation needs torch alone
 
 __all__ = ["simple_gla", "simple_gla_step"]
 
-_NAME = "simple_gla_ba06a071"
+_NAME = "simple_gla_7c6e92de"
 
 
 #: What kernels are not compiled anew for.
@@ -89,7 +89,7 @@ def _dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
 @_jit
 def _nearest(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x as a product takes it; what TF32 would cut off is rounded here. A GPU's NaN, all ones, would become 0: it is kept."""
-    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32:
+    if PRECISION == "tf32" and DOT.primitive_bitwidth == 32 and x.dtype.primitive_bitwidth == 32:
         near = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
         out = tl.where(x != x, x, near)
     else:
