@@ -7,6 +7,7 @@ its digests say whether it was made from the files in generated/.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +75,16 @@ def test_no_kernel_is_left_out(variant: str) -> None:
     launched = {x.kernel.__name__ for case in cases for x in aot.launches(case)}
     functions = [x for x in vars(aot.load(variant)).values() if isinstance(x, JITFunction)]
     assert launched == {x.__name__ for x in functions if "tl.program_id" in x.src}
+
+
+@pytest.mark.parametrize(("variant", "kernel"), [("delta", "forward_scan"), ("kda", "backward_reverse")])
+def test_tiles_of_a_scan_run_ahead(variant: str, kernel: str) -> None:
+    """Copied to shared memory at earlier chunks: `delta`'s keys, read as given, and KDA's part of dVnew, added."""
+    case = aot.Case(variant, "sm_90", "bfloat16", 128)
+    launch = next(x for x in aot.launches(case) if x.label == kernel)
+    loop = aot.compiled(launch, aot.TARGETS["sm_90"]).asm["ttgir"].split("scf.for", 1)[1].split("scf.yield")[0]
+    assert re.search(r"async_copy_global_to_local .*: tensor<64x128x", loop)
+    assert not re.findall(r"tt\.load .*: tensor<\d+x\d+x", loop)
 
 
 def test_table_is_of_these_kernels() -> None:

@@ -277,7 +277,7 @@ def test_packed_boundaries_may_be_made_in_a_graph() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         found = compiled(position, *plain)
-        with pytest.raises(RuntimeError, match="Runtime assertion failed|with N at least 1"):
+        with pytest.raises(RuntimeError, match="Runtime assertion failed"):
             compiled(position + 1, *plain)  # no start: one boundary is left, of no sequence
     assert same([found], [call(position, *plain)])
 

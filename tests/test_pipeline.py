@@ -173,17 +173,17 @@ def test_counts(name: str) -> None:
 
 
 EXPECTED = {
-    "gdn": {"absorb-solve", "merge-products", "row-scale", "head-decay"},
+    "gdn": {"absorb-solve", "merge-products", "row-scale", "head-decay", "token-scale"},
     "kda": {"absorb-solve", "merge-products", "row-scale"},
     "dplr": set(),
     "dplr_absorbed": {"absorb-gate"},
     "gdn2_clipped": {"row-scale"},
-    "delta": {"absorb-solve", "merge-products", "row-scale", "no-decay"},
-    "simple_gla": {"no-erase", "head-decay"},
+    "delta": {"absorb-solve", "merge-products", "row-scale", "no-decay", "token-scale"},
+    "simple_gla": {"no-erase", "head-decay", "token-scale"},
     "gla": {"no-erase"},
     "gdn2": {"absorb-solve", "merge-products"},
     "rwkv7": {"absorb-gate"},
-    "comba": {"absorb-solve", "merge-products", "row-scale", "head-decay"},
+    "comba": {"absorb-solve", "merge-products", "row-scale", "head-decay", "token-scale"},
 }
 
 
@@ -191,6 +191,24 @@ EXPECTED = {
 def test_folds(name: str) -> None:
     known = set().union(*EXPECTED.values())
     assert {f.rule for stage in pipeline.forward(VARIANTS[name]) for f in stage.fired} & known == EXPECTED[name]
+
+
+#: The tiles of keys' size that scans read: (forward; backward, the states again; backward, reversed). x: made of the inverse.
+READ = {
+    "gdn": ({"x", "q", "KT"}, {"x", "KT"}, {"x", "q", "k"}),
+    "comba": ({"x", "q", "KT"}, {"x", "KT"}, {"x", "q", "k"}),
+    "delta": ({"x", "q", "k"}, {"x", "k"}, {"x", "q", "k"}),
+    "simple_gla": ({"q", "k"}, {"k"}, {"q"}),
+    "kda": ({"x", "QL", "KT"}, {"x", "KT"}, {"x", "QL", "KT"}),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_with_one_decay_a_head_queries_and_keys_meet_states_as_given(name: str) -> None:
+    made = codegen.plans(VARIANTS[name])
+    scans = [(k, plan) for plan in (made.forward, made.backward) for k in plan.kernels if k.kind == "scan"]
+    tiles = [{plan.names[n].rstrip("0123456789") for n in k.loads if n.axes == ("C", "K")} for k, plan in scans]
+    assert tuple(tiles) == READ[name]
 
 
 def test_rules_have_names_and_facts_of_their_own() -> None:
