@@ -193,7 +193,7 @@ def test_folds(name: str) -> None:
     assert {f.rule for stage in pipeline.forward(VARIANTS[name]) for f in stage.fired} & known == EXPECTED[name]
 
 
-#: The tiles of keys' size that scans read: (forward; backward, the states again; backward, reversed). x: made of the inverse.
+#: Tiles of keys' size that scans read: forward; backward, the states again; reversed. x: the inverse times keys.
 READ = {
     "gdn": ({"x", "q", "KT"}, {"x", "KT"}, {"x", "q", "k"}),
     "comba": ({"x", "q", "KT"}, {"x", "KT"}, {"x", "q", "k"}),
