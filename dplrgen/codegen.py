@@ -351,7 +351,9 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
     """What a skeleton needs to print one kernel."""
     held = kernel.state[:1] if kernel.state else ()
     loads = [n for n in kernel.loads if n not in held]
-    narrow = frozenset(n for n in loads if _as_stored(kernel, n) and storage(n, plan) != "float32")
+    narrow = frozenset(
+        n for n in loads if _as_stored(kernel, n) and (not _buffered(n) or storage(n, plan) != "float32")
+    )
     ahead = _ahead(kernel).intersection(loads)
     site = _Site(plan, kernel, signature, _labels(plan), _Writer(plan.names, "triton", narrow, ahead))
     names = plan.names
