@@ -23,7 +23,18 @@ from dplrgen.passes import literal, terms
 from dplrgen.schedule import TREE, Kernel, Phase, Plan, contracts, is_leaf
 from dplrgen.variants import Variant
 
-__all__ = ["VERSION", "Plans", "digest", "emit", "parts_of", "plans", "render", "storage", "write_if_changed"]
+__all__ = [
+    "VERSION",
+    "Plans",
+    "digest",
+    "emit",
+    "is_exponent",
+    "parts_of",
+    "plans",
+    "render",
+    "storage",
+    "write_if_changed",
+]
 
 TEMPLATES = Path(__file__).parent / "templates"
 VERSION = "0.1.0"
@@ -163,7 +174,7 @@ def _triton_run(n: Node, args: list[str]) -> str:
         return f"tl.sum({args[0]}, 0)"
     if len(axes) == 1:
         return f"_sums_of_numbers(_keep_{over}(row), {args[0]})"
-    if _is_exponent(n):
+    if is_exponent(n):
         return f"_sums(_keep_{over}(row), {args[0]}, {_parts(n.args[0])})"
     return f"_running_{over}({args[0]}, row, EXACT)"
 
@@ -173,9 +184,9 @@ def _parts(g: Node) -> str:
     return "GATE_PARTS" if g.op == "input" else "FLOAT_PARTS"
 
 
-def _is_exponent(n: Node) -> bool:
+def is_exponent(n: Node) -> bool:
     """Whether a running sum is over log-decays: such a sum must not be a difference of two."""
-    return not any(m.op in ("matmul", "gram", "gram_dx", "gram_dy") for m in topological([n]))
+    return not any(m.op == "matmul" or m.op in TREE for m in topological([n]))
 
 
 def _triton_spread(n: Node, args: list[str]) -> str:

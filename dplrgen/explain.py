@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 
 from dplrgen import codegen, pipeline, schedule
-from dplrgen.ir import Axes, Node, Program, substitute, topological
+from dplrgen.ir import Axes, Node, Program, substitute
 from dplrgen.passes import Fired, count
 from dplrgen.pipeline import Stage
 from dplrgen.schedule import TREE, Kernel, Plan
@@ -97,10 +97,6 @@ def _parts(n: Node) -> int:
     return 1 if n.op == "input" else 3
 
 
-def _is_log_decay(n: Node) -> bool:
-    return not any(m.op == "matmul" or m.op in TREE for m in topological([n]))
-
-
 def _matmul(n: Node, sizes: Sizes) -> Work:
     inner = n.args[0].axes[0 if n.attr("tx") else 1]
     products = 1 + sum(sizes.fine if part == "FINE" else part == "True" for part in codegen.parts_of(n))
@@ -126,7 +122,7 @@ def _inverse(n: Node, sizes: Sizes) -> Work:
 
 def _run(n: Node, sizes: Sizes) -> Work:
     # Over all tokens, or of one number a token, it is a reduction; of a gradient, a scan. Neither is a product.
-    product = n.attr("over") != "all" and len(n.args[0].axes) == 2 and _is_log_decay(n.args[0])
+    product = n.attr("over") != "all" and len(n.args[0].axes) == 2 and codegen.is_exponent(n)
     products = _parts(n.args[0]) if product else 0
     return Work(n, "sums", products, products * 2 * sizes.C * sizes.elements(n.args[0].axes))
 
@@ -268,8 +264,9 @@ def _launch(plan: Plan, kernel: Kernel, items: Iterable[Work], again: int, sizes
 
 def _bytes(plan: Plan, n: Node, sizes: Sizes) -> int:
     result = any(m is n for _, m in plan.program.outputs)
-    narrow = n.op == "input" or result or codegen.storage(n, plan) != "float32"
-    return sizes.elements(n.axes) * (sizes.element if narrow else 4)
+    kept = "dot" if n.op == "input" or result else codegen.storage(n, plan)
+    wide = kept == "float32" or (kept == "fine" and sizes.fine)
+    return sizes.elements(n.axes) * (4 if wide else sizes.element)
 
 
 def _reads(kernel: Kernel, n: Node, sizes: Sizes) -> int:

@@ -386,6 +386,13 @@ def test_bytes_of_a_launch() -> None:
     assert scan.reread == 3 * tile + 64 * 64 * 2 + 128 * 4  # by the second block of 64 value columns
 
 
+@pytest.mark.parametrize(("K", "size"), [(64, 4), (128, 2)])
+def test_values_that_products_take_in_two_parts_count_as_wide(K: int, size: int) -> None:
+    """The backward's forward scan writes the states before the chunks in bfloat16, and Vnew by the key size."""
+    scan = next(r for r in explain.sides(VARIANTS["kda"], explain.usual(K, 96))[1].launches if r.kind == "scan")
+    assert scan.written == 2 * K * 96 + size * 64 * 96
+
+
 @pytest.mark.parametrize("side", ["forward", "backward"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_pictures(name: str, side: str, capsys: pytest.CaptureFixture[str]) -> None:
