@@ -385,6 +385,10 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
     if kernel.state:
         leaf_node, new = kernel.state
         state = {"name": names[leaf_node], "next": site.writer.operand(new, bound), "keep": kernel.keep_state}
+    tiles = [
+        sum(1 for m in memory if tuple(m["axes"]) == ("C", axis) and (m["dtype"] == "float32" or not wide))
+        for axis, wide in (("K", False), ("V", False), ("V", True), ("C", False))
+    ]
     return {
         "name": kernel.name,
         "kind": kernel.kind,
@@ -396,10 +400,7 @@ def kernel_context(plan: Plan, kernel: Kernel, signature: Mapping[str, tuple[str
         "serves": kernel.serves,
         "whole_k": kernel.whole_k,
         "trees": any(n.op in TREE for n in kernel.nodes),
-        "tiles": [
-            sum(1 for m in memory if tuple(m["axes"]) == ("C", axis) and (m["dtype"] == "float32" or not wide))
-            for axis, wide in (("K", False), ("V", False), ("V", True), ("C", False))
-        ],
+        "tiles": tiles if any(tiles) else [0, 1, 0, 0],  # room for one, where a scan loads none
     }
 
 
@@ -451,6 +452,7 @@ class _Site:
         entry: dict[str, Any] = {"node": n, "name": name, "axes": n.axes, "v": "V" in n.axes, "buffer": True}
         entry["dtype"] = storage(n, self.plan)
         entry["saved"] = n in self.plan.saved and not any(n in k.loads for k in self.plan.kernels)
+        entry["kept"] = any(n is state for state, _, _ in self.plan.program.carried)
         entry["wide"] = not _as_stored(self.kernel, n)
         if not _buffered(n):
             heads, _ = self.signature.get(name, ("HV", ()))
@@ -521,13 +523,13 @@ class _Printer:
             if not done:
                 raise RuntimeError(f"no order for {[self.site.plan.names[n] for n in todo]}")
             todo = [n for n in todo if n not in done]
-        body = sorted(self.body, key=self._waits)
+        body = sorted(self.body, key=lambda line: not self._first(line))
         return Block(self.phase.loop, tuple(self.before), tuple(body), tuple(self.after))
 
-    def _waits(self, line: Line) -> bool:
-        """False for what comes first: tiles of a scan that come to no product, which so load while it multiplies."""
+    def _first(self, line: Line) -> bool:
+        """Whether a line comes first in a loop: loads of a scan's tiles that do not run ahead, so that they do not wait."""
         tile = line.kind == "load" and len(line.info["axes"]) == 2
-        return not (tile and self.site.kernel.kind == "scan" and line.info["node"] not in self.site.writer.ahead)
+        return tile and self.site.kernel.kind == "scan" and line.info["node"] not in self.site.writer.ahead
 
     def _summed(self, n: Node) -> bool:
         """Whether the loop of this phase sums the value, so that it is complete only after it."""

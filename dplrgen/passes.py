@@ -873,16 +873,16 @@ def _token_scale(n: Node) -> Node | None:
     if n.op != "matmul" or n.args[0].axes != ("C", "K") or n.axes not in (("C", "V"), ("K", "V")):
         return None
     sign, parts = factors(n.args[0])
-    inputs = [p for p in parts if p.axes == ("C", "K")]
-    scales = [p for p in parts if p not in inputs]
-    if not scales or len(inputs) != 1 or inputs[0].op != "input" or not all(p.axes in (("C",), ()) for p in scales):
+    tiles = [p for p in parts if p.axes == ("C", "K")]
+    scales = [p for p in parts if p not in tiles]
+    if not scales or len(tiles) != 1 or tiles[0].op != "input" or not all(p.axes in (("C",), ()) for p in scales):
         return None
-    x, y = product(sign, inputs, ("C", "K")), n.args[1]
+    x, y = tiles[0], n.args[1]
     if n.axes == ("K", "V") and y.op != "input":
         return None  # new values: other products take them unscaled
     if n.axes == ("C", "V"):
-        return product(1, [*scales, node("matmul", x, y, **dict(n.attrs))], n.axes)
-    return node("matmul", x, product(1, [*scales, y], y.axes), **dict(n.attrs))
+        return product(sign, [*scales, node("matmul", x, y, **dict(n.attrs))], n.axes)
+    return node("matmul", x, product(sign, [*scales, y], y.axes), **dict(n.attrs))
 
 
 LOWER = (_row_scale, _scale, _head_decay, _invert, _column_scale, _token_scale)

@@ -50,6 +50,10 @@ Slot = tuple[int, int]  # stage, part of a launch
 TREE = frozenset({"gram", "gram_dx", "gram_dy", "gram_gain", "gram_loss"})
 
 
+LAUNCHERS = frozenset({"N"})
+"""Names of values that launchers have for sizes: what crosses launches is a variable there and takes another name."""
+
+
 @dataclass(frozen=True)
 class Phase:
     """A run of equations of a kernel; ``loop`` is K or V for those in a loop over blocks of that axis, else empty."""
@@ -142,7 +146,7 @@ def _unscaled(n: Node) -> Node:
 def plan(program: Program, saved: Iterable[Node] = (), load_saved: bool = False) -> Plan:
     """Cut a program. ``saved`` values are stored (forward), or come as inputs if ``load_saved`` (backward)."""
     saved = tuple(saved)
-    names = dict(program.names)
+    names = {n: label for n, label in program.names.items() if n not in saved or label not in LAUNCHERS}
     for number, n in enumerate(saved):
         names.setdefault(n, "E" if n.op == "inverse" else f"M{number}")
     if load_saved:
@@ -152,6 +156,8 @@ def plan(program: Program, saved: Iterable[Node] = (), load_saved: bool = False)
     place = _placement(program, stage, cheap)
     kernels = _kernels(program, place, cheap, () if load_saved else saved)
     _ordered(program, kernels)
+    stored = {n for k in kernels for n in k.stores}
+    names = {n: label for n, label in names.items() if n not in stored or label not in LAUNCHERS}
     return Plan(program, tuple(kernels), saved, christened(program, names))
 
 
@@ -194,7 +200,7 @@ def _stages(program: Program) -> dict[Node, int]:
         else:
             stage[n] = first + first % 2
     stage = _latest(program, stage)
-    for n in program.nodes():
+    for n in reversed(program.nodes()):  # readers first: a product under a sign or a factor follows it
         readers = {stage[r] for r in g.successors(n)}
         if n.axes == ("K", "V") and stage[n] == 0 and n.args and len(readers) == 1 and min(readers) % 2 == 1:
             stage[n] = min(readers)

@@ -155,6 +155,26 @@ def test_gradients_that_cross_launches(tmp_path: Path) -> None:
         assert not bindings.differences(result, bindings.reference(variant, given), 1e-4), variant.binding()
 
 
+def _signed() -> list[Variant]:
+    """Signs and factors between a product and the state it is added to; I + N saved for the backward."""
+    q, k, v, g, beta = key("q"), key("k"), value("v"), gate("g"), gate("beta")
+    given = {"inputs": (q, k, v, g), "decay": exp(g), "a": k, "v": v}
+    return [
+        Variant(name="signed_k", b=const(0.0), k=-k, **given),
+        Variant(name="signed_v", b=const(0.0), k=k, **{**given, "v": -v}),
+        Variant(name="signed_erase", b=k, k=-k, **given),
+        Variant(name="signed_factor", b=k, k=-(beta * k), **{**given, "inputs": (q, k, v, g, beta)}),
+    ]
+
+
+def test_signs_and_factors_of_what_a_state_is_given(tmp_path: Path) -> None:
+    sizes = Sizes(B=1, T=35, H=1, HV=2, K=20, V=18)
+    cases = [(variant, bindings.make_inputs(variant, sizes, torch.float32, 6)) for variant in _signed()]
+    for (variant, given), result in zip(cases, run_files(cases, tmp_path), strict=True):
+        assert not isinstance(result, str), result
+        assert not bindings.differences(result, bindings.reference(variant, given), 1e-4), variant.binding()
+
+
 @pytest.mark.parametrize("group", range(len(INTERPRETED) // PER_PROCESS))
 def test_kernels_in_the_interpreter(group: int, tmp_path) -> None:
     """Sizes off the powers of two, so that what expressions hold in the padding of a tile shows."""
