@@ -527,7 +527,7 @@ class _Printer:
         return Block(self.phase.loop, tuple(self.before), tuple(body), tuple(self.after))
 
     def _first(self, line: Line) -> bool:
-        """Whether a line comes first in a loop: loads of a scan's tiles that do not run ahead, so that they do not wait."""
+        """Whether a line comes first in a loop: a load of a tile that does not run ahead, lest it be waited for."""
         tile = line.kind == "load" and len(line.info["axes"]) == 2
         return tile and self.site.kernel.kind == "scan" and line.info["node"] not in self.site.writer.ahead
 
